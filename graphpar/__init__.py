@@ -1,0 +1,18 @@
+"""graphpar: tensor and sequence parallelism for unmodified PyTorch models."""
+
+from __future__ import annotations
+
+from graphpar import testing
+from graphpar.api import transform
+from graphpar.cost import CostModel
+from graphpar.errors import GraphparError, GraphparWarning
+from graphpar.parallel_module import ParallelModule
+
+__all__ = [
+    "CostModel",
+    "GraphparError",
+    "GraphparWarning",
+    "ParallelModule",
+    "testing",
+    "transform",
+]

@@ -1,0 +1,80 @@
+"""The public entry: :func:`transform`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphpar.cost import CostModel
+from graphpar.errors import InputError
+from graphpar.mesh import check_tp, find_mesh
+from graphpar.parallel_module import ParallelModule
+from graphpar.pipeline import Pipeline, default_pipeline
+from graphpar.trace import example_inputs
+from graphpar.types import Type
+
+
+def transform(
+    model: nn.Module,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    tp: int,
+    sp: bool = False,
+    mesh: DeviceMesh | None = None,
+    cost: CostModel | None = None,
+) -> ParallelModule:
+    """Partition an unmodified module over ``tp`` ranks.
+
+    The result has the same signature, outputs, parameter names and gradients; each rank holds its
+    part. ``model`` is left as it is. Under torchrun, or with torch.distributed initialised, the
+    processes form groups of ``tp``; ``mesh`` names them instead (its dimension "tp"). Without
+    enough processes the result can be read, printed and simulated, but not called.
+
+    Args:
+        model: the module; every rank must pass the same weights.
+        example_args, example_kwargs: a call to trace. Default: the model's ``dummy_inputs``;
+            without these, the first call is traced.
+        tp: the number of tensor-parallel ranks.
+        sp: sequence parallelism: the residual stream is sharded along the sequence (Korthikanti
+            et al. 2022, section 4.2.2), else along the batch, where tp divides it.
+        mesh: a DeviceMesh with a dimension "tp" of size ``tp``.
+        cost: prices of ops and collectives, for the partitioner.
+
+    Raises:
+        InputError: an argument is wrong. TraceError: the model cannot be traced.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, ParallelModule):
+        raise InputError("the model is already parallel: transform the original")
+    if not isinstance(sp, bool):
+        raise InputError(f"sp must be a bool, not {sp!r}")
+    tp = check_tp(tp)
+
+    def pipeline_of(types: Mapping[str, Type] | None) -> Pipeline:
+        return default_pipeline(tp=tp, sp=sp, cost=cost, state_types=types)
+
+    parallel = ParallelModule(model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)))
+    call = _example(model, example_args, example_kwargs)
+    if call is not None:
+        parallel.prepare(*call)
+    return parallel
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _example(
+    model: nn.Module, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    if args is None and kwargs is None:
+        return example_inputs(model)
+    if isinstance(args, torch.Tensor):
+        raise InputError("example_args must be a tuple of arguments, not a tensor")
+    return tuple(args or ()), dict(kwargs or {})

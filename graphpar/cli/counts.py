@@ -1,0 +1,96 @@
+"""How many collectives a program runs, read off the types of its conversions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphpar.cli.output import table
+from graphpar.ops import is_conversion, signature
+from graphpar.program import Program, tensor_spec
+from graphpar.types import CONVERSIONS, letter
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The collectives of one call of a graph, by name: those that activations need and those
+    that parameters need, in forward and in backward."""
+
+    block: str
+    calls: int
+    activations: tuple[Counter[str], Counter[str]] = field(
+        default_factory=lambda: (Counter(), Counter())
+    )
+    parameters: tuple[Counter[str], Counter[str]] = field(
+        default_factory=lambda: (Counter(), Counter())
+    )
+
+
+def count_collectives(program: Program) -> list[Collectives]:
+    """One row per block, then one for the root."""
+    return [_count(program, name, graph) for name, graph in program.graphs()]
+
+
+def _count(program: Program, block: str, graph: fx.Graph) -> Collectives:
+    found = Collectives(block, program.call_count(block))
+    of_parameters: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_parameter(program, block, node, of_parameters):
+            of_parameters.add(node)
+        if not is_conversion(node.target):
+            continue
+        source, target = signature(node.target, node.args[1:])
+        forward, backward = CONVERSIONS[letter(source), letter(target)]
+        counts = found.parameters if node in of_parameters else found.activations
+        if forward:
+            counts[0][forward] += 1
+        if backward and tensor_spec(node).differentiable:
+            counts[1][backward] += 1
+    return found
+
+
+def _is_parameter(program: Program, block: str, node: fx.Node, known: set[fx.Node]) -> bool:
+    """Whether a value is a parameter, or made of parameters alone (a cast, a transpose)."""
+    if node.op == "get_attr":
+        return program.state[program.state_name(block, node)].kind == "parameter"
+    inputs = node.all_input_nodes
+    return node.op == "call_function" and bool(inputs) and known.issuperset(inputs)
+
+
+def format_counts(program: Program) -> str:
+    """A table of the collectives of every block, for people."""
+    if program.form == "whole":
+        rows = [["block", "calls", "ops"]]
+        for name, graph in program.graphs():
+            ops = sum(node.op == "call_function" for node in graph.nodes)
+            rows.append([name or "forward", f"× {program.call_count(name)}", str(ops)])
+        return table(rows)
+    rows = [["block", "calls", "", "activations", "parameters"]]
+    for each in count_collectives(program):
+        head = [each.block or "forward", f"× {each.calls}"]
+        for side, name in enumerate(("forward", "backward")):
+            rows.append([*head, name, _list(each.activations[side]), _list(each.parameters[side])])
+            head = ["", ""]
+    return table(rows)
+
+
+def _list(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "–"
+
+
+def most_called(program: Program) -> str:
+    """The block that runs most often, the first of these; "" if the program has none."""
+    return max(program.blocks, key=program.call_count, default="")
+
+
+def format_report(program: Program) -> str:
+    """What the partitioner reports of its solution; empty without one."""
+    found = program.report.get("partition")
+    if not found:
+        return ""
+    return (
+        f"partition: {found['objective_us']:.1f} us modelled per step, "
+        f"bound {found['bound_us']:.1f} us, solved in {found['seconds']:.2f} s"
+    )

@@ -1,0 +1,43 @@
+"""All exceptions and warnings of graphpar.
+
+What the user can mend derives from :class:`GraphparError`; a fault of graphpar itself is an
+:class:`InternalError`. Notes (``add_note``) carry the user's source line, the node and the pass.
+"""
+
+from __future__ import annotations
+
+
+class GraphparError(Exception):
+    """Base of the errors that a user can mend."""
+
+
+class InputError(GraphparError, ValueError):
+    """An argument of the public interface is wrong; the message says what is legal."""
+
+
+class TraceError(GraphparError, RuntimeError):
+    """``torch.export`` could not trace the model."""
+
+
+class PartitionError(GraphparError, RuntimeError):
+    """No partition of the program satisfies what was asked for."""
+
+
+class MeshError(GraphparError, RuntimeError):
+    """Processes, groups or device meshes do not fit the program."""
+
+
+class RankMismatchError(MeshError):
+    """Ranks hold different programs."""
+
+
+class InternalError(Exception):
+    """A fault of graphpar: a pass broke an invariant of the program."""
+
+
+class VerifyError(InternalError):
+    """The verifier refuses a program."""
+
+
+class GraphparWarning(UserWarning):
+    """Something works, but not in the way the user may expect."""

@@ -1,0 +1,142 @@
+"""Typed collectives: one op for each conversion between partition types.
+
+The ops live in ``torch.ops.graphpar`` and are what rewritten graphs call; the functions here are
+the same ops for people. ``group`` is the name of a process group, ``blocks`` the sizes of the
+consecutive blocks of the whole dimension (:class:`graphpar.types.Shard`), t the group's size. The
+gradient of a conversion from a to b is the conversion from dual(b) to dual(a), another row:
+
+============== ===================== ================ ================ ===========================
+op             from → to             forward          backward         Korthikanti et al. 2022, §4
+============== ===================== ================ ================ ===========================
+convert        Invariant → Replicate none             all-reduce       f
+all_reduce     Partial → Invariant   all-reduce       none             f̄
+all_reduce     Partial → Replicate   all-reduce       all-reduce
+all_gather     Shard → Replicate     all-gather       reduce-scatter   g
+reduce_scatter Partial → Shard       reduce-scatter   all-gather       ḡ
+all_gather     Shard → Invariant     all-gather       none (slice)
+shard          Invariant → Shard     none (slice)     all-gather
+shard          Replicate → Shard     none (slice)     none (pad)
+pad            Shard → Partial       none (pad)       none (slice)
+all_to_all     Shard → Shard         all-to-all       all-to-all
+============== ===================== ================ ================ ===========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graphpar.ops import library as library  # defines torch.ops.graphpar
+from graphpar.ops.table import CONVERSION_OPS, conversion, is_conversion, signature
+from graphpar.types import Type
+
+__all__ = [
+    "CONVERSION_OPS",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "conversion",
+    "convert",
+    "dropout",
+    "is_conversion",
+    "pad",
+    "redistribute",
+    "reduce_scatter",
+    "shard",
+    "signature",
+]
+
+_ops = torch.ops.graphpar
+
+
+def convert(x: Tensor, group: str) -> Tensor:
+    """Invariant → Replicate (the paper's f): a view of ``x``; backward all-reduces.
+
+    ``x`` [any shape] → the same shape. The gradient that arrives is Partial, the one that leaves
+    is Invariant.
+    """
+    return _ops.convert.default(x, group)  # type: ignore[no-any-return]
+
+
+def all_reduce(x: Tensor, dst: Literal["I", "R"], group: str) -> Tensor:
+    """Partial → Invariant (``dst="I"``, f̄, backward is the identity) or Replicate (``"R"``).
+
+    ``x`` [any shape] → the same shape, summed over the group. To Replicate, backward all-reduces
+    the Partial gradient.
+    """
+    return _ops.all_reduce.default(x, dst, group)  # type: ignore[no-any-return]
+
+
+def all_gather(
+    x: Tensor, dim: int, blocks: Sequence[int], dst: Literal["I", "R"], group: str
+) -> Tensor:
+    """Shard → Replicate (``dst="R"``, g, backward reduce-scatters) or Invariant (``"I"``, slices).
+
+    ``x`` [..., sum(blocks) / t, ...] → [..., sum(blocks), ...] at dimension ``dim``.
+    """
+    return _ops.all_gather.default(x, dim, blocks, dst, group)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Tensor:
+    """Partial → Shard (the paper's ḡ); backward all-gathers to Replicate.
+
+    ``x`` [..., sum(blocks), ...] → [..., sum(blocks) / t, ...] at dimension ``dim``.
+    """
+    return _ops.reduce_scatter.default(x, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def all_to_all(
+    x: Tensor,
+    src_dim: int,
+    src_blocks: Sequence[int],
+    dst_dim: int,
+    dst_blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Shard → Shard of another dimension or with other blocks; backward goes the other way.
+
+    ``x`` [..., sum(src_blocks) / t, ..., sum(dst_blocks), ...] →
+    [..., sum(src_blocks), ..., sum(dst_blocks) / t, ...].
+    """
+    return _ops.all_to_all.default(  # type: ignore[no-any-return]
+        x, src_dim, src_blocks, dst_dim, dst_blocks, group
+    )
+
+
+def shard(x: Tensor, src: Literal["I", "R"], dim: int, blocks: Sequence[int], group: str) -> Tensor:
+    """Invariant (``src="I"``, backward all-gathers) or Replicate (``"R"``, pads) → Shard.
+
+    ``x`` [..., sum(blocks), ...] → a copy of this rank's [..., sum(blocks) / t, ...]; nothing is
+    communicated forward.
+    """
+    return _ops.shard.default(x, src, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Tensor:
+    """Shard → Partial: zeros where other ranks' parts are; backward slices. No communication.
+
+    ``x`` [..., sum(blocks) / t, ...] → [..., sum(blocks), ...] at dimension ``dim``.
+    """
+    return _ops.pad.default(x, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def dropout(
+    x: Tensor, p: float, train: bool, dim: int, blocks: Sequence[int], group: str
+) -> Tensor:
+    """Shard → the same Shard: ``aten.dropout`` with this rank's part of the whole tensor's mask.
+
+    Every rank draws the mask of the whole tensor from the default generator of the device, so
+    equal seeds give what the unmodified model gives, bit for bit on the CPU.
+    """
+    return _ops.dropout.default(x, p, train, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def redistribute(x: Tensor, source: Type, target: Type, group: str) -> Tensor:
+    """Convert ``x`` between two types; equal types return ``x``."""
+    if source == target:
+        return x
+    op, args = conversion(source, target, group)
+    return op(x, *args)  # type: ignore[no-any-return]

@@ -1,0 +1,92 @@
+"""Registration of the ops with torch, and their autograd.
+
+An op's kernel at the Autograd key runs the conversion itself, so the functional collectives of
+torch are what compilers see, and eager mode pays one dispatch (``register_autograd`` costs about
+20 us a call more). Its backward is the op that the table names, so derivatives of any order exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphpar.ops.dropout import dropout, dropout_mask, fake_dropout_mask
+from graphpar.ops.kernels import KERNELS
+from graphpar.ops.table import gradient
+
+_SCHEMAS = {
+    # A view: compilers never see the op, but the functional collectives and views inside.
+    "convert": "convert(Tensor(a) x, str group) -> Tensor(a)",
+    "all_reduce": "all_reduce(Tensor x, str dst, str group) -> Tensor",
+    "all_gather": "all_gather(Tensor x, int dim, int[] blocks, str dst, str group) -> Tensor",
+    "reduce_scatter": "reduce_scatter(Tensor x, int dim, int[] blocks, str group) -> Tensor",
+    "all_to_all": (
+        "all_to_all(Tensor x, int src_dim, int[] src_blocks, int dst_dim, int[] dst_blocks,"
+        " str group) -> Tensor"
+    ),
+    "shard": "shard(Tensor x, str src, int dim, int[] blocks, str group) -> Tensor",
+    "pad": "pad(Tensor x, int dim, int[] blocks, str group) -> Tensor",
+}
+
+_library = torch.library.Library("graphpar", "DEF")
+
+
+def _below_autograd(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel without autograd's bookkeeping: its result is no view and may be written to."""
+    guard = torch._C._AutoDispatchBelowADInplaceOrView
+
+    def run(x: Tensor, *args: Any) -> Tensor:
+        with guard():
+            return kernel(x, *args)
+
+    return run
+
+
+def _define(name: str, schema: str, kernel: Callable[..., Tensor]) -> None:
+    _library.define(schema)
+    op: torch._ops.OpOverload = getattr(torch.ops.graphpar, name).default
+    run = kernel if name == "convert" else _below_autograd(kernel)
+
+    class Conversion(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            ctx.args = args
+            return run(x, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            args = tuple(tuple(a) if isinstance(a, list) else a for a in ctx.args)
+            back, back_args = gradient(op, args)
+            return (back(grads[0], *back_args), *(None for _ in args))
+
+    apply = Conversion.apply
+
+    def with_autograd(x: Tensor, *args: Any) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return apply(x, *args)  # type: ignore[no-any-return,no-untyped-call]
+        return run(x, *args)
+
+    _library.impl(name, with_autograd, "Autograd")
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    # Where no autograd key is active (inference mode), compilers look inside the op too.
+    op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(kernel)
+    torch.library.register_fake(f"graphpar::{name}", kernel, lib=_library)
+
+
+for _name, _schema in _SCHEMAS.items():
+    _define(_name, _schema, KERNELS[_name])
+
+_library.define(
+    "dropout(Tensor x, float p, bool train, int dim, int[] blocks, str group) -> Tensor"
+)
+_library.impl("dropout", dropout, "CompositeImplicitAutograd")
+_library.define(
+    "dropout_mask(Tensor x, float p, int dim, int[] blocks, str group) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+_library.impl("dropout_mask", dropout_mask, "CompositeExplicitAutograd")
+_library.impl("dropout_mask", torch.library.fallthrough_kernel, "Autograd")  # has no gradient
+torch.library.register_fake("graphpar::dropout_mask", fake_dropout_mask, lib=_library)

@@ -1,0 +1,233 @@
+"""ParallelModule: what :func:`graphpar.transform` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from graphpar.errors import GraphparError, InputError, MeshError
+from graphpar.ops.agree import check_agreement
+from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
+from graphpar.printer import format_python
+from graphpar.program import Program, program_hash
+from graphpar.runtime import Container, compile_program, mirror, place, select, write_buffers
+from graphpar.state import distribute, full_state
+from graphpar.trace import bind, call_key, flatten, trace, unflatten
+from graphpar.trace.skeleton import skeleton
+from graphpar.types import Type
+
+PipelineOf = Callable[[Mapping[str, Type] | None], Pipeline]
+"""The pipeline, given the types that parameters already have (at the first call: none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The program for one form of call: all stages, and the function that runs the last."""
+
+    stages: Mapping[str, Program]
+    forward: Callable[..., list[Any]]
+
+    @property
+    def program(self) -> Program:
+        return list(self.stages.values())[-1]
+
+
+class ParallelModule(Container):
+    """An ordinary module: the original's signature, outputs and parameter names.
+
+    Each rank holds its part of the parameters, as DTensors over the tensor-parallel mesh. A call
+    with other shapes, argument values or training flags than before is traced anew, once, and
+    keeps the parameters. Without example inputs the first call traces; until then there are no
+    parameters to see.
+    """
+
+    def __init__(
+        self, model: nn.Module, pipeline_of: PipelineOf, tp: int, mesh: DeviceMesh | None
+    ) -> None:
+        super().__init__(type(model).__name__)
+        self._tp, self._mesh = tp, mesh
+        self._pipeline_of = pipeline_of
+        self._variants: dict[Hashable, Variant] = {}
+        self._first: Variant | None = None
+        # In lists, so that they do not register as submodules.
+        self._sources: list[nn.Module] = [model]
+        self._roots: list[Container] = [mirror(model)]
+        self._modules = self._roots[0]._modules
+        self._parameters = self._roots[0]._parameters
+        self._buffers = self._roots[0]._buffers
+        self.training = model.training
+
+    @property
+    def _source(self) -> nn.Module:
+        """What is traced: the given model, later its skeleton."""
+        return self._sources[0]
+
+    # --- tracing ---
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
+        """The variant for such a call, traced now if it is new."""
+        args, kwargs = bind(self._source, args, kwargs)
+        key = self._key(args, kwargs)
+        if key not in self._variants:
+            self._variants[key] = self._trace(args, kwargs)
+        return self._variants[key]
+
+    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+        flags = tuple(module.training for module in self.modules())
+        return call_key(args, kwargs), flags
+
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
+        known = None if self._first is None else self._first.program.state
+        self._copy_flags()
+        program = trace(self._source, args, kwargs)
+        types = None if known is None else {name: s.type for name, s in known.items()}
+        stages = run_pipeline(program, self._pipeline_of(types))
+        program = list(stages.values())[-1]
+        if self._mesh is not None and self._tp > 1:
+            check_agreement(program_hash(program), self._group, "program", _summary(program))
+        variant = Variant(stages, compile_program(program, self._group))
+        if self._first is None:
+            self._first = variant
+            self._adopt(program)
+        return variant
+
+    def _copy_flags(self) -> None:
+        sources = dict(self._source.named_modules(remove_duplicate=False))
+        for name, module in self.named_modules(remove_duplicate=False):
+            if name in sources:
+                sources[name].training = module.training
+
+    def _adopt(self, program: Program) -> None:
+        """Take the model's parameters and buffers, cut as the program says; keep a skeleton."""
+        model = self._source
+        kinds = {name: state for state in program.state.values() for name in state.names}
+        memo: dict[int, Tensor] = {}
+        buffers = {id(b) for b in model.buffers()}
+        persistent = set(model.state_dict(keep_vars=True))
+        for name, value in _named_state(model):
+            if id(value) not in memo:
+                memo[id(value)] = self._own(value, kinds[name].type, id(value) in buffers)
+            place(self, name, memo[id(value)], persistent=name in persistent)
+        self._sources[0] = skeleton(model)
+        self.register_load_state_dict_pre_hook(_take_whole_tensors)  # type: ignore[no-untyped-call]
+
+    def _own(self, value: Tensor, kind: Type, is_buffer: bool) -> Tensor:
+        if is_buffer:
+            return value.detach().clone()
+        if self._mesh is not None and self._tp > 1:
+            local: Tensor = distribute(value, kind, self._mesh)
+        elif self._tp > 1:
+            local = value.detach()
+        else:
+            local = value.detach().clone()
+        return nn.Parameter(local, requires_grad=value.requires_grad)
+
+    @property
+    def _group(self) -> str:
+        return "tp" if self._mesh is None else self._mesh.get_group().group_name
+
+    # --- running ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward."""
+        if self._tp > 1 and self._mesh is None:
+            raise MeshError(
+                f"tp={self._tp} needs {self._tp} processes, but this one stands alone: start it "
+                f"with torchrun --nproc-per-node {self._tp}, or read, print and simulate the "
+                "program without calling it"
+            )
+        args, kwargs = bind(self._source, args, kwargs)
+        key = self._key(args, kwargs)
+        variant = self._variants.get(key) or self.prepare(args, kwargs)
+        program = variant.program
+        leaves, _ = flatten(args, kwargs)
+        results = variant.forward(self._roots[0], *select(leaves, program))
+        count = len(results) - len(program.mutations)
+        if program.mutations:
+            write_buffers(self, dict(zip(program.mutations, results[count:], strict=True)))
+        return unflatten(results[:count], program.out_spec)
+
+    # --- reading ---
+
+    def _known(self) -> Variant:
+        if self._first is None:
+            raise GraphparError(
+                "the model has not been traced: call it once, or give example inputs to transform"
+            )
+        return self._first
+
+    @property
+    def stages(self) -> Mapping[str, Program]:
+        """The program after each pass, by the pass's name; "trace" is the first."""
+        return self._known().stages
+
+    @property
+    def program(self) -> Program:
+        """The program that runs: the last stage."""
+        return self._known().program
+
+    @property
+    def pipeline(self) -> str:
+        """The passes as text, which :func:`graphpar.pipeline.parse_pipeline` reads."""
+        return format_pipeline(self._pipeline_of(None))
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """What the passes report: objective, bound and seconds of the partitioner."""
+        return self.program.report
+
+    def print_readable(self) -> str:
+        """Print the rewritten program as Python; also returns the text."""
+        text = format_python(self.program)
+        print(text)
+        return text
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The original's state dict with whole plain tensors; all ranks must call it."""
+        states = list(self._known().program.state.values())
+        return full_state(self.state_dict(), states, self._mesh)
+
+    # --- until traced ---
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._known()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._known()
+        return super().state_dict(*args, **kwargs)
+
+
+def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All names of all parameters and buffers, module by module, as a state dict orders them."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None:
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _summary(program: Program) -> str:
+    return f"{len(program.state)} state tensors, blocks {', '.join(program.blocks) or 'none'}"
+
+
+def _take_whole_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Let a checkpoint of the unmodified model be loaded: cut whole tensors for DTensors."""
+    assert isinstance(module, ParallelModule)
+    kinds = {name: s.type for s in module.program.state.values() for name in s.names}
+    mine = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in list(state_dict.items()):
+        own = mine.get(name.removeprefix(prefix))
+        if isinstance(own, DTensor) and not isinstance(value, DTensor):
+            if tuple(value.shape) != tuple(own.shape):
+                raise InputError(f"{name}: shape {list(value.shape)}, not {list(own.shape)}")
+            assert module._mesh is not None
+            state_dict[name] = distribute(
+                value.to(own.device), kinds[name.removeprefix(prefix)], module._mesh
+            )

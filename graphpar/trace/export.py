@@ -1,0 +1,116 @@
+"""``torch.export`` of a module, with its failures told in the user's terms."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from graphpar.errors import GraphparWarning, TraceError
+from graphpar.provenance import Source
+from graphpar.trace.call import register_dataclasses
+from graphpar.trace.watch import watched
+from graphpar.trace.where import LIBRARY_ROOTS, trace_error, user_line
+
+_ASSIGNED = re.compile(r"The tensor attributes? (.*?) (?:was|were) assigned during export")
+
+# What torch.export says, and what the user can do about it.
+_ADVICE = (
+    (
+        r"Found <class '([^']*Cache)'> in output",
+        "its output holds a key-value cache ({0}); pass use_cache=False",
+    ),
+    (
+        r"Found <class '([^']*)'> in (?:the )?(?:input|output)|type <class '([^']*)'>",
+        "{0} is among its arguments or results; use tensors and containers or dataclasses of them, "
+        "or register it with torch.utils._pytree.register_pytree_node",
+    ),
+    (
+        r"[Dd]ata-dependent|GuardOnDataDependent|DataDependentOutput|_local_scalar_dense|"
+        r"type must be tuple of ints,but got FakeTensor|PackedSequence",
+        "its control flow or its shapes depend on the values of tensors; compute with tensors "
+        "instead (torch.where, masks, padding), or take the decision outside the model",
+    ),
+)
+
+
+def _line_of(error: BaseException) -> Source | None:
+    """The innermost line of the user's code that ``error``, or what caused it, passed through."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in reversed(chain):
+        if (line := user_line(traceback.extract_tb(link.__traceback__))) is not None:
+            return line
+    return None
+
+
+def _explain(error: Exception) -> TraceError:
+    text = f"{type(error).__name__}: {error}"
+    for pattern, advice in _ADVICE:
+        if found := re.search(pattern, text):
+            reason = advice.format(next((g for g in found.groups() if g), ""))
+            break
+    else:
+        reason = next((line for line in text.splitlines() if line.strip()), "")
+    return trace_error(f"torch.export cannot trace the model: {reason}", _line_of(error))
+
+
+def clone_inputs(tree: Any) -> Any:
+    """Clones of all tensors, so that a tensor that is passed twice is not traced as one."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """``assigned``: the tensor attributes that the forward assigns (``layer.state``)."""
+
+    program: ExportedProgram
+    assigned: frozenset[str]
+
+
+def export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
+    """The pre-dispatch ATen graph of ``model``.
+
+    Raises:
+        TraceError: with the user's line and what to do about it.
+    """
+
+    def watch_outputs(module: nn.Module, arguments: Any, result: Any) -> None:
+        register_dataclasses(result)
+
+    inputs = clone_inputs(tuple(args)), clone_inputs(dict(kwargs))
+    handle = model.register_forward_hook(watch_outputs)
+    notices: list[str] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
+            warnings.simplefilter("always")
+            with watched(model, notices.append):
+                program = torch.export.export(model, *inputs, strict=False)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+    finally:
+        handle.remove()
+    for notice in dict.fromkeys(notices):
+        warnings.warn(notice, GraphparWarning, stacklevel=3)
+    assigned: set[str] = set()
+    for warning in caught:
+        if found := _ASSIGNED.match(str(warning.message)):
+            assigned.update(name.removeprefix("self.") for name in found[1].split(", "))
+        elif not warning.filename.startswith(LIBRARY_ROOTS):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    return Exported(program, frozenset(assigned))

@@ -1,0 +1,182 @@
+"""The Program of a module: export, lower, fold, and put the pieces in their places."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from graphpar.errors import InternalError
+from graphpar.program import Program, State, placeholders, spec_of
+from graphpar.program import outputs as outputs_of
+from graphpar.provenance import UNKNOWN, Source
+from graphpar.trace import memory
+from graphpar.trace.build import Builder, floating
+from graphpar.trace.call import autocast_state, bind, flatten
+from graphpar.trace.export import export
+from graphpar.trace.finish import finish
+from graphpar.trace.fold import Folding
+from graphpar.trace.lower import Lowering
+from graphpar.trace.memory import Ref, Storage
+from graphpar.trace.where import trace_error
+
+
+def trace(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Program:
+    """The forward of ``model`` on inputs like the given ones, as a flat functional Program.
+
+    Only shapes, dtypes and devices of tensor inputs matter; other inputs are built in. Train or
+    eval mode is as ``model`` is now, and ambient autocast is built in. The model is not changed.
+
+    Raises:
+        InputError: the inputs do not fit the model's signature.
+        TraceError: the model cannot be traced; the user's line is in the notes.
+    """
+    args, kwargs = bind(model, args, kwargs)
+    leaves, in_spec = flatten(args, kwargs)
+    found = export(model, args, kwargs)
+    exported = found.program
+    states = _states(model)
+    tensors = _tensors(model)
+    start = _forward_line(model)
+
+    builder = Builder(_fake_mode(exported))
+    builder.source = start
+    inputs, constants, refs = _inputs(builder, exported, leaves, states, tensors)
+    lowering = Lowering(builder, inputs, autocast_state())
+    lowering.run(exported.graph.nodes)
+    builder.source = start
+    outputs = [
+        memory.read(builder, lowering.env[v]) if isinstance(v, fx.Node) else v
+        for v in outputs_of(exported.graph)
+    ]
+    mutated = [name for name in states if name in refs and refs[name].storage.version > 0]
+    outputs += [builder.detach(memory.read(builder, refs[name])) for name in mutated]
+
+    constants.update(builder.constants)
+    known = {
+        name: tensors[name]
+        for name, state in states.items()
+        if state.kind == "buffer" and not state.persistent and name not in mutated
+    }
+    builder.constants = constants
+    outputs = Folding(builder, outputs, {**known, **constants}).run()
+    held = finish(builder, outputs, start, states)
+    states.update(
+        {
+            name: State("constant", spec_of(value), (name,), persistent=False)
+            for name, value in held.items()
+        }
+    )
+    return Program(
+        graph=builder.graph,
+        state=states,
+        constants=held,
+        in_spec=in_spec,
+        out_spec=exported.call_spec.out_spec,
+        placeholders=tuple(builder.leaf[n] for n in placeholders(builder.graph)),
+        mutations=tuple(mutated),
+    )
+
+
+def _states(model: nn.Module) -> dict[str, State]:
+    """All parameters and buffers by their first names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        names.setdefault(id(tensor), []).append(name)
+    fleeting = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    states: dict[str, State] = {}
+    for name, parameter in model.named_parameters():
+        spec = spec_of(parameter, differentiable=parameter.requires_grad)
+        states[name] = State("parameter", spec, tuple(names[id(parameter)]))
+    for name, buffer in model.named_buffers():
+        aliases = tuple(names[id(buffer)])
+        if aliases[0] == name:
+            persistent = not all(alias in fleeting for alias in aliases)
+            states[name] = State("buffer", spec_of(buffer), aliases, persistent)
+    return states
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _fake_mode(exported: ExportedProgram) -> Any:
+    for node in exported.graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            return node.meta["val"].fake_mode
+    return None
+
+
+def _forward_line(model: nn.Module) -> Source:
+    """Where the model's forward begins: the source of its inputs and of its output."""
+    forward = inspect.unwrap(model.forward)
+    code = getattr(forward, "__code__", None)
+    return Source(code.co_filename, code.co_firstlineno) if code is not None else UNKNOWN
+
+
+def _inputs(
+    builder: Builder,
+    exported: ExportedProgram,
+    leaves: list[Any],
+    states: Mapping[str, State],
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[fx.Node, Any], dict[str, Tensor], dict[str, Ref]]:
+    """A ref for each placeholder of the exported graph; constants; refs of states by name."""
+    canonical = {alias: name for name, state in states.items() for alias in state.names}
+    nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    inputs: dict[fx.Node, Any] = {}
+    constants: dict[str, Tensor] = {}
+    refs: dict[str, Ref] = {}
+    position = 0
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        val = node.meta.get("val")
+        if spec.kind is InputKind.USER_INPUT:
+            if isinstance(leaves[position], Tensor):
+                made = builder.read("placeholder", f"{node.name}", val, floating(val))
+                builder.facts[made].source = builder.source
+                builder.leaf[made] = position
+                inputs[node] = Ref(Storage("input", node.name, made))
+            else:
+                inputs[node] = leaves[position]
+            position += 1
+            continue
+        if spec.kind is InputKind.CONSTANT_TENSOR and spec.target not in canonical:
+            value = exported.constants[spec.target]
+            if value.requires_grad:
+                raise trace_error(
+                    f"the tensor {spec.target} of the model requires gradients but is not a "
+                    "parameter; register it as one",
+                    builder.source,
+                )
+            name, kind, grad = spec.target, "constant", False
+            constants[name] = value
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            name = canonical[spec.target]
+            kind = states[name].kind
+            grad = states[name].spec.differentiable
+        else:
+            raise trace_error(f"{spec.target}: inputs of this kind are not supported", None)
+        if name not in refs:
+
+            def make(name: str = name, val: Any = val, grad: bool = grad) -> fx.Node:
+                return builder.read("get_attr", name, val, grad)
+
+            refs[name] = Ref(Storage(kind, name, None, make))
+        inputs[node] = refs[name]
+    if position != len(leaves):
+        raise InternalError(f"export has {position} inputs, the call {len(leaves)} leaves")
+    return inputs, constants, refs

@@ -1,0 +1,66 @@
+"""A copy of a module without its parameters' memory, to trace again later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpar.errors import TraceError
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A deep copy of ``model`` whose parameters hold no memory, which can still be traced.
+
+    Parameters keep shape, dtype, device, ``requires_grad`` and ties; buffers and other tensors
+    without gradients are copied whole. Its forward can be traced, not run.
+
+    Raises:
+        TraceError: something in the module cannot be deep-copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in _tensors(vars(module)):
+            if id(tensor) not in memo:
+                hollow = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+                memo[id(tensor)] = _hollow(tensor) if hollow else _copy(tensor)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TraceError(
+            f"the model's structure cannot be copied, to trace it again for other shapes: {error}"
+        ) from error
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's own attributes, and in containers there."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    vars(copied).update(vars(tensor))
+    return copied
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    """The same tensor without memory; not a parameter if it is computed from some."""
+    empty = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    if empty.device.type != "meta":
+        empty.untyped_storage().resize_(0)
+    if isinstance(tensor, nn.Parameter):
+        empty = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+    vars(empty).update(vars(tensor))
+    return empty

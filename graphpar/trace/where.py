@@ -1,0 +1,34 @@
+"""The user's line, for errors raised while tracing."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from graphpar.errors import TraceError
+from graphpar.provenance import Source
+
+LIBRARY_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+"""How names of files begin that are not the user's: torch's, ours, generated code's."""
+
+_STANDARD_LIBRARY = Path(traceback.__file__).parent
+
+
+def trace_error(message: str, source: Source | None) -> TraceError:
+    """A :class:`TraceError` that carries the user's line as a note."""
+    error = TraceError(message)
+    if source is not None and source.line:
+        error.add_note(f"  at {source}")
+    return error
+
+
+def user_line(frames: Sequence[traceback.FrameSummary]) -> Source | None:
+    """The innermost of ``frames`` that is outside torch, graphpar and the standard library."""
+    for frame in reversed(frames):
+        ours = frame.filename.startswith(LIBRARY_ROOTS)
+        if not ours and _STANDARD_LIBRARY not in (*Path(frame.filename).parents[:2],):
+            return Source(frame.filename, frame.lineno or 0)
+    return None

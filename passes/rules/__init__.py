@@ -1,0 +1,26 @@
+"""Op rules: what an op does to named axes.
+
+:data:`RULES` is one literal table from op to rule. A rule takes a :class:`Call` and ties the axes
+of its operands and results together. :func:`rule_for` also covers all ops that torch tags
+pointwise. An op without a rule is *opaque*.
+"""
+
+from __future__ import annotations
+
+from graphpar.passes.rules.call import Call, OpRule, call_of, tensor_arguments
+from graphpar.passes.rules.strategy import Strategy, partial_strategies, shard_strategy
+from graphpar.passes.rules.table import RULES, local_call, op_axes, rule_for
+
+__all__ = [
+    "RULES",
+    "Call",
+    "OpRule",
+    "Strategy",
+    "call_of",
+    "local_call",
+    "op_axes",
+    "partial_strategies",
+    "rule_for",
+    "shard_strategy",
+    "tensor_arguments",
+]

@@ -1,0 +1,138 @@
+"""The view of an op call that a rule gets, and the answer it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpar.axes import TermDim, TermDims, unify
+from graphpar.program import TensorSpec, info
+
+Shape = tuple[int, ...]
+LocalArgument = Callable[[list[Shape], list[Shape]], Any]
+"""From all operands' and all results' local shapes to an argument's local value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument: its place among the call's operands, its axes and its whole tensor."""
+
+    index: int
+    dims: TermDims
+    spec: TensorSpec
+
+    @property
+    def shape(self) -> Shape:
+        return self.spec.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op call: ``named`` maps the schema's argument names to values (defaults filled in),
+    with an :class:`Operand` in place of each tensor."""
+
+    target: torch._ops.OpOverload
+    named: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    results: tuple[TensorSpec, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.named[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.named.get(name)
+        return default if value is None else value
+
+    @property
+    def x(self) -> Operand:
+        return self.operands[0]
+
+    def dim(self, name: str = "dim", rank: int | None = None) -> int:
+        """The non-negative value of a dimension argument."""
+        rank = len(self.x.shape) if rank is None else rank
+        return int(self[name]) % max(rank, 1)
+
+
+@dataclass(slots=True)
+class OpRule:
+    """What a rule answers; see :class:`graphpar.axes.OpAxes` for the meaning of the fields.
+
+    ``whole`` keeps all axes within its terms whole; ``joints`` only forbid to cut a concatenation
+    without regard to its parts. ``made`` are the new axes that the op can make in parts: any
+    other axis of a result that no operand has stays whole. ``local`` gives the local value of
+    size arguments by name.
+    """
+
+    results: list[TermDims]
+    whole: TermDim = field(default_factory=list)
+    joints: TermDim = field(default_factory=list)
+    contracted: TermDim = field(default_factory=list)
+    made: TermDim = field(default_factory=list)
+    partial: Sequence[set[int]] = ()
+    average: bool = False
+    local: dict[str, LocalArgument] = field(default_factory=dict)
+
+
+Rule = Callable[[Call], OpRule | None]
+"""Ties axes and describes the call; ``None``: this form of the op is opaque."""
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of an op call in the order of its schema, repeated ones repeated."""
+    args, kwargs = info(node).whole_call or (node.args, node.kwargs)
+    found: list[fx.Node] = []
+    fx.node.map_arg((args, kwargs), found.append)
+    return found
+
+
+def call_of(node: fx.Node, dims: Callable[[fx.Node], TermDims]) -> Call:
+    """The call of an ATen node; ``dims`` gives the axes of its arguments."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    args, kwargs = info(node).whole_call or (node.args, node.kwargs)
+    operands: list[Operand] = []
+
+    def operand(argument: fx.Node) -> Operand:
+        spec = info(argument).spec
+        assert isinstance(spec, TensorSpec), f"{argument} is not a tensor"
+        operands.append(Operand(len(operands), dims(argument), spec))
+        return operands[-1]
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return operand(value)
+        if isinstance(value, (list, tuple)):
+            return [convert(v) for v in value]
+        return value
+
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(args):
+            named[argument.name] = convert(args[position])
+        elif argument.name in kwargs:
+            named[argument.name] = convert(kwargs[argument.name])
+        else:
+            named[argument.name] = argument.default_value
+    spec = info(node).spec
+    results = (spec,) if isinstance(spec, TensorSpec) else tuple(s for s in spec or () if s)
+    return Call(target, named, tuple(operands), results)
+
+
+def tie(groups: Sequence[Sequence[tuple[int, TermDim]]]) -> tuple[list[TermDim], TermDim]:
+    """Broadcast: unify the dimensions of each group of (size, dimension), skipping size 1.
+
+    Returns the common dimension of each group and the terms that could not be unified.
+    """
+    common: list[TermDim] = []
+    stuck: TermDim = []
+    for group in groups:
+        size = max((s for s, _ in group), default=1)
+        present = [dim for s, dim in group if s == size]
+        for dim in present[1:]:
+            stuck += unify(present[0], dim)
+        common.append(present[0] if present else [])
+    return common, stuck

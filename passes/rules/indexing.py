@@ -1,0 +1,109 @@
+"""Rules of ops that look elements up by index."""
+
+from __future__ import annotations
+
+import torch
+
+from graphpar.axes import TermDim, TermDims, unify
+from graphpar.passes.rules.call import Call, Operand, OpRule, tie
+from graphpar.passes.rules.einsum import new_axis, whole_terms
+
+
+def embedding(call: Call) -> OpRule:
+    """The table's rows must be whole: a lookup may hit any of them."""
+    weight, indices = call["weight"], call["indices"]
+    out = [*indices.dims, weight.dims[1]]
+    whole = list(weight.dims[0])
+    if call.get("scale_grad_by_freq"):
+        whole += whole_terms(indices.dims)
+    return OpRule([out], whole=whole, partial=[{weight.index}])
+
+
+def gather(call: Call) -> OpRule | None:
+    """Along ``dim`` the operand is whole; other dimensions are tied where sizes agree."""
+    if not call.x.shape:
+        return None
+    x, index, dim = call.x, call["index"], call.dim()
+    whole = list(x.dims[dim])
+    for d, (mine, other) in enumerate(zip(x.dims, index.dims, strict=True)):
+        if d != dim:
+            same = x.shape[d] == index.shape[d]
+            whole += unify(mine, other) if same else [*mine, *other]
+    return OpRule([index.dims], whole=whole, partial=[{x.index}])
+
+
+def index_select(call: Call) -> OpRule | None:
+    if not call.x.shape:
+        return None
+    x, index, dim = call.x, call["index"], call.dim()
+    out = list(x.dims)
+    out[dim] = index.dims[0] if index.dims else []
+    return OpRule([out], whole=list(x.dims[dim]), partial=[{x.index}])
+
+
+def index(call: Call) -> OpRule | None:
+    """``x[i, j, …]`` with integer tensors: indexed dimensions are whole, the broadcast index
+    takes their place (or comes first, if they are apart)."""
+    x: Operand = call.x
+    indices: list[Operand | None] = list(call["indices"])
+    given = [i for i, v in enumerate(indices) if v is not None]
+    tensors = [v for v in indices if v is not None]
+    if any(v.spec.dtype in (torch.bool, torch.uint8) for v in tensors):
+        return None
+    rank = max(len(v.shape) for v in tensors)
+    columns: list[list[tuple[int, list[object]]]] = [[] for _ in range(rank)]
+    for v in tensors:
+        for d, (size, dim) in enumerate(zip(v.shape, v.dims, strict=True)):
+            columns[rank - len(v.shape) + d].append((size, dim))  # type: ignore[arg-type]
+    spread, stuck = tie(columns)  # type: ignore[arg-type]
+    rest = [(i, d) for i, d in enumerate(x.dims) if i not in given]
+    first = given[0] if given == list(range(given[0], given[-1] + 1)) else 0
+    before: TermDims = [d for i, d in rest if i < first]
+    after: TermDims = [d for i, d in rest if i >= first]
+    whole = [*stuck, *(t for i in given for t in x.dims[i])]
+    return OpRule([[*before, *spread, *after]], whole=whole, partial=[{x.index}])
+
+
+def scatter(call: Call) -> OpRule:
+    """Writes along ``dim``: whole there; other dimensions are tied where sizes agree."""
+    dim, whole = call.dim(), []
+    for operand in call.operands[1:]:
+        whole += _tie_where_equal(call.x, operand, dim)
+    partial = [{call.x.index, call["src"].index}] if "src" in call.named else []
+    return OpRule([call.x.dims], whole=whole, partial=partial)
+
+
+def index_add(call: Call) -> OpRule | None:
+    x, index, source, dim = call.x, call["index"], call["source"], call.dim()
+    if len(source.shape) != len(x.shape) or not x.shape:
+        return None
+    whole = [*_tie_where_equal(x, source, dim), *whole_terms(index.dims)]
+    return OpRule([x.dims], whole=whole, partial=[{x.index, source.index}])
+
+
+def _tie_where_equal(x: Operand, other: Operand, dim: int) -> TermDim:
+    """Unify dimensions of equal size but ``dim``; returns the terms that must be whole."""
+    whole: TermDim = []
+    for d, (mine, theirs) in enumerate(zip(x.dims, other.dims, strict=True)):
+        same = d != dim and x.shape[d] == other.shape[d]
+        whole += unify(mine, theirs) if same else [*mine, *theirs]
+    return whole
+
+
+def segment_scatter(call: Call) -> OpRule:
+    """``slice_scatter`` and ``select_scatter``: whole along ``dim``, tied elsewhere."""
+    dim, source = call.dim(), call.operands[1]
+    others = [d for i, d in enumerate(call.x.dims) if i != dim]
+    ranks_differ = len(source.dims) != len(call.x.dims)
+    mine = source.dims if ranks_differ else [d for i, d in enumerate(source.dims) if i != dim]
+    whole = list(call.x.dims[dim]) + ([] if ranks_differ else list(source.dims[dim]))
+    for a, b in zip(others, mine, strict=True):
+        whole += unify(a, b)
+    return OpRule([call.x.dims], whole=whole, partial=[{0, 1}])
+
+
+def one_hot(call: Call) -> OpRule | None:
+    if call["num_classes"] == -1:
+        return None
+    classes = new_axis(call.results[0].shape[-1])
+    return OpRule([[*call.x.dims, classes]], whole=classes)

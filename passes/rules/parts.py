@@ -1,0 +1,130 @@
+"""Rules of ops that take a dimension apart or put it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphpar.axes import TermDim, TermDims, concat, flatten, fresh, segments, unify
+from graphpar.passes.rules.call import Call, Operand, OpRule, Shape
+from graphpar.passes.rules.einsum import new_axis
+from graphpar.passes.rules.views import LINEAR
+
+
+def _take_apart(x: Operand, dim: int, sizes: Sequence[int]) -> tuple[list[TermDims], OpRule]:
+    """The tensor's consecutive segments along ``dim``, and a rule still without results."""
+    outer = flatten(x.dims[dim])
+    if len(sizes) == 1:
+        return [x.dims], OpRule([], partial=LINEAR)
+    pieces = segments(x.dims[dim], sizes)
+    if pieces is None:
+        pieces = fresh(sizes)
+        rule = OpRule([], whole=[*outer, *(t for p in pieces for t in p)], partial=LINEAR)
+    else:
+        # Where one factor remains, only its parts may be cut; where the first of several was
+        # cut into segments, that factor may not.
+        rule = OpRule([], joints=outer[:1], partial=LINEAR)
+    return [[*x.dims[:dim], piece, *x.dims[dim + 1 :]] for piece in pieces], rule
+
+
+def split(call: Call) -> OpRule:
+    """``split``, ``split_with_sizes``, ``chunk``: segments that each keep their own axes."""
+    dim = call.dim()
+    pieces, rule = _take_apart(call.x, dim, [r.shape[dim] for r in call.results])
+    rule.results = pieces
+
+    def local_sizes(_: list[Shape], results: list[Shape]) -> object:
+        sizes = [shape[dim] for shape in results]
+        return (
+            sizes
+            if isinstance(call.get("split_size", call.get("split_sizes")), list)
+            else (sizes[0])
+        )
+
+    names = ("split_size", "split_sizes")
+    rule.local = {name: local_sizes for name in names if name in call.named}
+    return rule
+
+
+def slice_(call: Call) -> OpRule:
+    """A contiguous slice is one segment; a strided one keeps the dimension whole."""
+    dim, size = call.dim(), call.x.shape[call.dim()]
+    start, end, step = call.get("start", 0), call.get("end", size), call["step"]
+    start, end, step = slice(start, end, step).indices(size)
+    if (start, end, step) == (0, size, 1):
+        return OpRule([call.x.dims], partial=LINEAR)
+    if step != 1:
+        out = list(call.x.dims)
+        out[dim] = new_axis(call.results[0].shape[dim])
+        return OpRule([out], whole=[*call.x.dims[dim], *out[dim]], partial=LINEAR)
+    sizes = [n for n in (start, end - start, size - end) if n]
+    pieces, rule = _take_apart(call.x, dim, sizes)
+    rule.results = [pieces[1 if start else 0]]
+
+    def scaled(offset: int) -> object:
+        return lambda operands, _: offset * operands[0][dim] // size
+
+    rule.local = {"start": scaled(start), "end": scaled(end)}  # type: ignore[dict-item]
+    return rule
+
+
+def narrow(call: Call) -> OpRule:
+    dim, size = call.dim(), call.x.shape[call.dim()]
+    start, length = call["start"] % size, call["length"]
+    sizes = [n for n in (start, length, size - start - length) if n]
+    pieces, rule = _take_apart(call.x, dim, sizes)
+    rule.results = [pieces[1 if start else 0]]
+    rule.local = {
+        "start": lambda operands, _: start * operands[0][dim] // size,
+        "length": lambda _, results: results[0][dim],
+    }
+    return rule
+
+
+def select(call: Call) -> OpRule:
+    """``select`` and ``unbind``: the dimension goes, so it must be whole."""
+    dim = call.dim()
+    out = [d for i, d in enumerate(call.x.dims) if i != dim]
+    return OpRule([out] * len(call.results), whole=list(call.x.dims[dim]), partial=LINEAR)
+
+
+def _tensors(call: Call) -> list[Operand]:
+    return list(call["tensors"])
+
+
+def cat(call: Call) -> OpRule | None:
+    xs = _tensors(call)
+    rank = len(call.results[0].shape)
+    if any(len(x.shape) != rank for x in xs):
+        return None
+    dim = call.dim(rank=rank)
+    stuck = _tie_others(xs, skip=dim)
+    out = list(xs[0].dims)
+    out[dim] = concat([x.dims[dim] for x in xs]) if len(xs) > 1 else out[dim]
+    return OpRule([out], whole=stuck, joints=_joints(out[dim], xs), partial=[_all(xs)])
+
+
+def _joints(dim: TermDim, xs: list[Operand]) -> TermDim:
+    return list(dim) if len(xs) > 1 else []
+
+
+def stack(call: Call) -> OpRule:
+    xs = _tensors(call)
+    dim = call.dim(rank=len(call.results[0].shape))
+    stuck = _tie_others(xs, skip=None)
+    layer = new_axis(len(xs))
+    out = list(xs[0].dims)
+    out.insert(dim, layer)
+    return OpRule([out], whole=[*stuck, *layer], partial=[_all(xs)])
+
+
+def _all(xs: list[Operand]) -> set[int]:
+    return {x.index for x in xs}
+
+
+def _tie_others(xs: list[Operand], *, skip: int | None) -> TermDim:
+    stuck: TermDim = []
+    for x in xs[1:]:
+        for i, (mine, other) in enumerate(zip(xs[0].dims, x.dims, strict=True)):
+            if i != skip:
+                stuck += unify(mine, other)
+    return stuck

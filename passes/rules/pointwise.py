@@ -1,0 +1,92 @@
+"""Rules of ops that treat every element alike."""
+
+from __future__ import annotations
+
+import torch
+
+from graphpar.axes import TermDim
+from graphpar.passes.rules.call import Call, OpRule, tie
+
+aten = torch.ops.aten
+
+# Pointwise in effect, but not tagged so.
+UNTAGGED = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.dropout.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.softplus.default,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.where.Scalar,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
+    aten.__xor__.Tensor,
+    aten.log_sigmoid.default,
+    aten.selu.default,
+    aten.celu.default,
+    aten.hardswish.default,
+    aten.type_as.default,
+}
+
+# The second operand gives only its dtype and device.
+_LIKE_OTHER = {aten.to.other, aten.type_as.default}
+
+_LINEAR_ALONE = {
+    aten.neg.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+}
+_LINEAR_TOGETHER = {aten.add.Tensor, aten.sub.Tensor}
+
+
+def is_pointwise(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target in UNTAGGED
+    )
+
+
+def pointwise(call: Call) -> OpRule:
+    """Broadcast the operands' dimensions from the right."""
+    rank = len(call.results[0].shape)
+    columns: list[list[tuple[int, TermDim]]] = [[] for _ in range(rank)]
+    for operand in call.operands[:1] if call.target in _LIKE_OTHER else call.operands:
+        offset = rank - len(operand.shape)
+        for d, (size, dim) in enumerate(zip(operand.shape, operand.dims, strict=True)):
+            columns[offset + d].append((size, dim))
+    dims, stuck = tie(columns)
+    return OpRule([dims] * len(call.results), whole=stuck, partial=_linear(call))
+
+
+def _linear(call: Call) -> list[set[int]]:
+    places = set(range(len(call.operands)))
+    same = all(o.shape == call.results[0].shape for o in call.operands)
+    if call.target in _LINEAR_ALONE:
+        return [{0}]
+    if call.target in _LINEAR_TOGETHER and len(places) == 2:
+        return [places] if same else []
+    if call.target is aten.mul.Tensor:
+        return [{place} for place in places]
+    if call.target is aten.div.Tensor:
+        return [{0}]
+    return []

@@ -1,0 +1,68 @@
+"""From a rule and a cut axis to the partition types of an op's operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphpar.axes import Axis, Blocks, Dims, OpAxes, Unshardable, blocks_under
+from graphpar.types import I, P, R, Shard, Type
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One legal typing of an op: a type per tensor operand and per result."""
+
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+
+
+def uniform(op: OpAxes, kind: Type) -> Strategy:
+    """All Invariant, or all Replicate: the op runs whole on every rank."""
+    return Strategy((kind,) * len(op.operands), (kind,) * len(op.results))
+
+
+def sharding(dims: Dims, cuts: Mapping[Axis, Blocks]) -> Shard | None:
+    """The Shard of a tensor whose axes are cut as given; ``None`` if it has none of them."""
+    found: Shard | None = None
+    for index, dim in enumerate(dims):
+        blocks = blocks_under(dim, cuts)
+        if blocks is not None:
+            if found is not None:
+                raise Unshardable
+            found = Shard(index, blocks, "·".join(map(str, cuts)))
+    return found
+
+
+def shard_strategy(op: OpAxes, cuts: Mapping[Axis, Blocks], ranks: int) -> Strategy | None:
+    """The local execution of the op with some axes cut; ``None`` where that is not legal.
+
+    Operands without a cut axis are Replicate. A result without a cut axis is Partial if a cut
+    axis was contracted.
+    """
+    if op.opaque or not op.whole.isdisjoint(cuts):
+        return None
+    if any(size % ranks for blocks in cuts.values() for size in blocks):
+        return None
+    rest = P if any(axis in op.contracted for axis in cuts) else None
+    try:
+        operands = tuple(sharding(dims, cuts) or R for dims in op.operands)
+        results = tuple(sharding(dims, cuts) or rest for dims in op.results)
+    except Unshardable:
+        return None
+    if None in results:
+        return None
+    return Strategy(operands, tuple(r for r in results if r is not None))
+
+
+def partial_strategies(op: OpAxes) -> list[Strategy]:
+    """The ways in which Partial passes through the op."""
+    results = (P,) * len(op.results)
+    places = range(len(op.operands))
+    return [
+        Strategy(tuple(P if i in through else R for i in places), results) for through in op.partial
+    ]
+
+
+def uniform_strategies(op: OpAxes) -> list[Strategy]:
+    return [uniform(op, I), uniform(op, R)]

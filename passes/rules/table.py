@@ -1,0 +1,233 @@
+"""The table of rules, and how a rule is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpar.axes import Axis, Dims, Freezer, OpAxes, TermDims, axes_of, fresh
+from graphpar.passes.rules import indexing, nn, parts, pointwise, reductions, views
+from graphpar.passes.rules.call import Call, OpRule, Rule, call_of
+from graphpar.passes.rules.einsum import whole_terms
+from graphpar.program import info, tensor_spec
+from graphpar.types import Shard, Type, local_shape
+
+aten = torch.ops.aten
+
+
+def replicated(call: Call) -> OpRule:
+    """Creation ops and ops that run whole on every rank by intent: nothing may be cut."""
+    results = [fresh(r.shape) for r in call.results]
+    operands = [t for o in call.operands for t in whole_terms(o.dims)]
+    return OpRule(results, whole=[*operands, *(t for r in results for t in whole_terms(r))])
+
+
+RULES: Mapping[torch._ops.OpOverload, Rule] = {
+    # contractions
+    aten.linear.default: nn.linear,
+    aten.addmm.default: nn.addmm,
+    aten.mm.default: nn.matmul,
+    aten.bmm.default: nn.matmul,
+    aten.mv.default: nn.matmul,
+    aten.dot.default: nn.matmul,
+    aten.matmul.default: nn.matmul,
+    aten.einsum.default: nn.torch_einsum,
+    aten.conv1d.default: nn.convolution,
+    aten.conv2d.default: nn.convolution,
+    aten.conv3d.default: nn.convolution,
+    aten.scaled_dot_product_attention.default: nn.attention,
+    # norms and losses
+    aten.layer_norm.default: nn.layer_norm,
+    aten.rms_norm.default: nn.layer_norm,
+    aten.batch_norm.default: nn.batch_norm,
+    aten._native_batch_norm_legit_functional.default: nn.batch_norm,
+    aten.cross_entropy_loss.default: nn.cross_entropy,
+    aten.mse_loss.default: reductions.loss,
+    aten.l1_loss.default: reductions.loss,
+    aten.smooth_l1_loss.default: reductions.loss,
+    aten.huber_loss.default: reductions.loss,
+    aten.binary_cross_entropy.default: reductions.loss,
+    aten.binary_cross_entropy_with_logits.default: reductions.loss,
+    # views
+    aten.view.default: views.reshape,
+    aten.reshape.default: views.reshape,
+    aten._unsafe_view.default: views.reshape,
+    aten.flatten.using_ints: views.reshape,
+    aten.unflatten.int: views.unflatten,
+    aten.squeeze.default: views.squeeze,
+    aten.squeeze.dim: views.squeeze,
+    aten.squeeze.dims: views.squeeze,
+    aten.unsqueeze.default: views.reshape,
+    aten.permute.default: views.permute,
+    aten.transpose.int: views.transpose,
+    aten.t.default: views.reverse_dims,
+    aten.numpy_T.default: views.reverse_dims,
+    aten.expand.default: views.expand,
+    aten.repeat.default: views.repeat,
+    aten.repeat_interleave.self_int: views.repeat_interleave,
+    # parts
+    aten.split.Tensor: parts.split,
+    aten.split_with_sizes.default: parts.split,
+    aten.split.sizes: parts.split,
+    aten.chunk.default: parts.split,
+    aten.slice.Tensor: parts.slice_,
+    aten.narrow.default: parts.narrow,
+    aten.select.int: parts.select,
+    aten.unbind.int: parts.select,
+    aten.cat.default: parts.cat,
+    aten.stack.default: parts.stack,
+    # reductions and ops along a dimension
+    aten.sum.default: reductions.summed,
+    aten.sum.dim_IntList: reductions.summed,
+    aten.mean.default: reductions.mean,
+    aten.mean.dim: reductions.mean,
+    aten.amax.default: reductions.reduced_whole,
+    aten.amin.default: reductions.reduced_whole,
+    aten.max.default: reductions.reduced_whole,
+    aten.min.default: reductions.reduced_whole,
+    aten.max.dim: reductions.reduced_whole,
+    aten.min.dim: reductions.reduced_whole,
+    aten.argmax.default: reductions.reduced_whole,
+    aten.argmin.default: reductions.reduced_whole,
+    aten.all.default: reductions.reduced_whole,
+    aten.all.dim: reductions.reduced_whole,
+    aten.any.default: reductions.reduced_whole,
+    aten.any.dim: reductions.reduced_whole,
+    aten.prod.default: reductions.reduced_whole,
+    aten.prod.dim_int: reductions.reduced_whole,
+    aten.var.correction: reductions.reduced_whole,
+    aten.var.dim: reductions.reduced_whole,
+    aten.std.correction: reductions.reduced_whole,
+    aten.std.dim: reductions.reduced_whole,
+    aten.logsumexp.default: reductions.reduced_whole,
+    aten.linalg_vector_norm.default: reductions.reduced_whole,
+    aten.norm.ScalarOpt_dim: reductions.reduced_whole,
+    aten.softmax.int: reductions.norm_like,
+    aten._softmax.default: reductions.norm_like,
+    aten.log_softmax.int: reductions.norm_like,
+    aten._log_softmax.default: reductions.norm_like,
+    aten.cumsum.default: reductions.cumulative,
+    aten.cumprod.default: reductions.norm_like,
+    aten.sort.default: reductions.norm_like,
+    aten.argsort.default: reductions.norm_like,
+    aten.flip.default: reductions.norm_like,
+    aten.topk.default: reductions.topk,
+    aten.diff.default: reductions.diff,
+    aten.pad.default: reductions.pad,
+    aten.constant_pad_nd.default: reductions.pad,
+    # lookups
+    aten.embedding.default: indexing.embedding,
+    aten.gather.default: indexing.gather,
+    aten.index_select.default: indexing.index_select,
+    aten.index.Tensor: indexing.index,
+    aten.scatter.src: indexing.scatter,
+    aten.scatter.value: indexing.scatter,
+    aten.scatter_add.default: indexing.scatter,
+    aten.index_add.default: indexing.index_add,
+    aten.slice_scatter.default: indexing.segment_scatter,
+    aten.select_scatter.default: indexing.segment_scatter,
+    aten.one_hot.default: indexing.one_hot,
+    # creation
+    aten.arange.default: replicated,
+    aten.arange.start: replicated,
+    aten.arange.start_step: replicated,
+    aten.zeros.default: replicated,
+    aten.ones.default: replicated,
+    aten.full.default: replicated,
+    aten.empty.memory_format: replicated,
+    aten.scalar_tensor.default: replicated,
+    aten.new_zeros.default: replicated,
+    aten.new_ones.default: replicated,
+    aten.new_full.default: replicated,
+    aten.new_empty.default: replicated,
+    aten.tril.default: replicated,
+    aten.triu.default: replicated,
+}
+
+
+def rule_for(target: object) -> Rule | None:
+    """The rule of an op; ``None`` if the op is opaque."""
+    if isinstance(target, torch._ops.OpOverload):
+        return RULES.get(target) or (
+            pointwise.pointwise if pointwise.is_pointwise(target) else None
+        )
+    return None
+
+
+def apply_rule(node: fx.Node, dims: Callable[[fx.Node], TermDims]) -> tuple[Call, OpRule | None]:
+    """Apply the node's rule to its operands' axes, which are unified in place."""
+    call = call_of(node, dims)
+    rule = rule_for(node.target)
+    specs = [*(o.spec for o in call.operands), *call.results]
+    if rule is None or any(0 in spec.shape for spec in specs):
+        return call, None
+    return call, rule(call)
+
+
+def freeze(freezer: Freezer, call: Call, rule: OpRule | None) -> OpAxes:
+    """The rule's answer in immutable form; an opaque op gets fresh axes."""
+    operands = tuple(freezer.dims(o.dims) for o in call.operands)
+    if rule is None:
+        fresh_results = tuple(freezer.dims(fresh(r.shape)) for r in call.results)
+        return OpAxes(operands, fresh_results, opaque=True)
+    results = tuple(freezer.dims(dims) for dims in rule.results)
+    known = _axes_in(operands) | freezer.all_axes(rule.made)
+    joints = frozenset(freezer.axis(term) for term in rule.joints)
+    whole = freezer.all_axes(rule.whole) | joints | (_axes_in(results) - known)
+    return OpAxes(
+        operands,
+        results,
+        whole=whole,
+        contracted=freezer.all_axes(rule.contracted) - whole,
+        partial=tuple(frozenset(p) for p in rule.partial if _keeps_addends(call, p)),
+        average=rule.average,
+    )
+
+
+def _axes_in(tensors: Iterable[Dims]) -> frozenset[Axis]:
+    return frozenset(axis for dims in tensors for dim in dims for axis in axes_of(dim))
+
+
+def _keeps_addends(call: Call, places: set[int]) -> bool:
+    """Whether no addend is rounded: casts to integers and to booleans are not linear."""
+    inputs = [call.operands[place].spec.dtype for place in places]
+    outputs = [result.dtype for result in call.results]
+    if torch.bool in (*inputs, *outputs):
+        return False
+    return not any(d.is_floating_point for d in inputs) or all(d.is_floating_point for d in outputs)
+
+
+def op_axes(node: fx.Node) -> OpAxes:
+    """The op by itself, with fresh axes: what the verifier re-derives types from."""
+    return freeze(Freezer(), *apply_rule(node, _fresh_dims()))
+
+
+def _fresh_dims() -> Callable[[fx.Node], TermDims]:
+    memo: dict[fx.Node, TermDims] = {}
+    return lambda node: memo.setdefault(node, fresh(tensor_spec(node).shape))
+
+
+def local_call(
+    node: fx.Node, operands: Sequence[Type], results: Sequence[Type], ranks: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The op's arguments on one rank: size arguments rewritten for sharded operands."""
+    args, kwargs = info(node).whole_call or (node.args, node.kwargs)
+    if not any(isinstance(kind, Shard) for kind in (*operands, *results)):
+        return tuple(args), dict(kwargs)
+    call, rule = apply_rule(node, _fresh_dims())
+    if rule is None or not rule.local:
+        return tuple(args), dict(kwargs)
+    inputs = [local_shape(o.shape, t, ranks) for o, t in zip(call.operands, operands, strict=True)]
+    outs = [local_shape(r.shape, t, ranks) for r, t in zip(call.results, results, strict=True)]
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for position, argument in enumerate(call.target._schema.arguments):
+        if argument.name in rule.local:
+            value = rule.local[argument.name](inputs, outs)
+            if position < len(new_args):
+                new_args[position] = value
+            else:
+                new_kwargs[argument.name] = value
+    return tuple(new_args), new_kwargs

@@ -1,0 +1,94 @@
+"""Rules of ops that rearrange elements: views, permutations, expansions."""
+
+from __future__ import annotations
+
+from graphpar.axes import TermDim, TermDims, flatten, fresh, unify
+from graphpar.passes.rules.call import Call, OpRule, Shape
+from graphpar.passes.rules.einsum import new_axis, whole_terms
+
+LINEAR = [{0}]
+
+
+def _result_shape(_: list[Shape], results: list[Shape]) -> list[int]:
+    return list(results[0])
+
+
+def reshape(call: Call) -> OpRule:
+    """Any reshape: split and merge axes by aligning sizes from the major end."""
+    shape = call.results[0].shape
+    out = fresh(shape)
+    stuck = unify(whole_terms(call.x.dims), whole_terms(out))
+    # What the shapes alone forbid stays whole, though the axes may be finer: a type must be
+    # legal by the op alone, so that it can be verified.
+    plain, plain_out = fresh(call.x.shape), fresh(shape)
+    forbidden = flatten(unify(whole_terms(plain), whole_terms(plain_out)))
+    for dim, alone in zip([*call.x.dims, *out], [*plain, *plain_out], strict=True):
+        if any(term in forbidden for term in flatten(alone)):
+            stuck += dim
+    sizes = [n for n in ("size", "shape") if n in call.named]
+    return OpRule([out], whole=stuck, partial=LINEAR, local=dict.fromkeys(sizes, _result_shape))
+
+
+def squeeze(call: Call) -> OpRule:
+    """A rank that holds one element of a dimension must not lose it: without a list of
+    dimensions all stay whole, and so do listed ones that are not of size 1."""
+    rule, rank = reshape(call), len(call.x.shape)
+    given = call.get("dim", list(range(rank)))
+    dims = given if isinstance(given, list) else [given]
+    rule.whole += [t for d in dims if rank for t in call.x.dims[d % rank]]
+    return rule
+
+
+def unflatten(call: Call) -> OpRule:
+    rule = reshape(call)
+    dim, rank = call.dim(), len(call["sizes"])
+    rule.local = {"sizes": lambda _, results: list(results[0][dim : dim + rank])}
+    return rule
+
+
+def permute(call: Call) -> OpRule:
+    rank = len(call.x.shape)
+    return OpRule([[call.x.dims[d % rank] for d in call["dims"]]], partial=LINEAR)
+
+
+def transpose(call: Call) -> OpRule:
+    dims = list(call.x.dims)
+    if dims:
+        i, j = call.dim("dim0"), call.dim("dim1")
+        dims[i], dims[j] = dims[j], dims[i]
+    return OpRule([dims], partial=LINEAR)
+
+
+def reverse_dims(call: Call) -> OpRule:
+    return OpRule([call.x.dims[::-1]], partial=LINEAR)
+
+
+def expand(call: Call) -> OpRule:
+    """A dimension of size 1 that grows gets a new axis, which the operand lacks."""
+    shape = call.results[0].shape
+    offset = len(shape) - len(call.x.shape)
+    out: TermDims = []
+    made: TermDim = []
+    for index, size in enumerate(shape):
+        kept = index >= offset and call.x.shape[index - offset] == size
+        out.append(call.x.dims[index - offset] if kept else new_axis(size))
+        made += [] if kept else out[-1]
+    return OpRule([out], made=made, partial=LINEAR, local={"size": _result_shape})
+
+
+def repeat(call: Call) -> OpRule:
+    """Tiling by k: the dimension n becomes (k, n)."""
+    offset = len(call["repeats"]) - len(call.x.shape)
+    own: TermDims = [[] for _ in range(offset)] + list(call.x.dims)
+    tiles = [new_axis(k) for k in call["repeats"]]
+    out = [[*tile, *dim] for tile, dim in zip(tiles, own, strict=True)]
+    return OpRule([out], whole=whole_terms(tiles), partial=LINEAR)
+
+
+def repeat_interleave(call: Call) -> OpRule | None:
+    """Repeating each element k times: the dimension n becomes (n, k)."""
+    if call["dim"] is None or call["output_size"] is not None:
+        return None
+    copies, out = new_axis(int(call["repeats"])), list(call.x.dims)
+    out[call.dim()] = [*out[call.dim()], *copies]
+    return OpRule([out], whole=copies, partial=LINEAR)

@@ -1,0 +1,91 @@
+"""Random programs: the rewritten model is the model, outputs and all gradients, on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from graphpar.cost import CostModel
+from graphpar.pipeline import default_pipeline, run_pipeline
+from graphpar.testing import assert_equivalent, compare
+from graphpar.trace import bind, trace
+from tests.property.programs import Program, programs
+
+pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
+
+LONG_CHUNKS, LONG_EXAMPLES = 50, 100
+
+
+class RandomCost(CostModel):
+    """Prices that make the planner choose unusual plans: any op may be dear in any form, any
+    conversion next to free."""
+
+    def __init__(self, seed: int, conversions: float) -> None:
+        super().__init__()
+        object.__setattr__(self, "_random", random.Random(seed))
+        object.__setattr__(self, "_conversions", conversions)
+
+    def op_us(self, flops: int, nbytes: int) -> float:
+        return float(self._random.choice((0.1, 1.0, 10.0)))  # type: ignore[attr-defined]
+
+    def conversion_us(self, *args: Any, **kwargs: Any) -> float:
+        scale: float = self._conversions  # type: ignore[attr-defined]
+        return scale * float(self._random.random())  # type: ignore[attr-defined]
+
+
+def costs(number: int) -> Sequence[CostModel]:
+    """Other plans than the usual: skewed prices, and random ones."""
+    choose = random.Random(number)
+    skewed = CostModel(
+        latency_us=choose.choice((0.0, 1e4)),
+        link_bytes_per_us=choose.choice((1e-1, 1e9)),
+        flops_per_us=choose.choice((1e-1, 1e9)),
+        memory_bytes_per_us=choose.choice((1e-1, 1e9)),
+        saved_us_per_byte=choose.choice((0.0, 10.0)),
+    )
+    return skewed, RandomCost(number, choose.choice((1e-3, 1.0)))
+
+
+def check(program: Program) -> None:
+    model, args, kwargs = program.build()
+    bound = bind(model, args, kwargs)
+    traced = trace(model, *bound)
+    cases: list[tuple[bool, CostModel | None]] = [(program.sp, None)]
+    cases.append((not program.sp, costs(program.seed)[program.seed % 2]))
+    for sp, cost in cases:
+        stages = run_pipeline(traced, default_pipeline(tp=program.tp, sp=sp, cost=cost))
+        try:
+            rewritten = list(stages.values())[-1]
+            compare(rewritten, model, args, kwargs, atol=1e-10, rtol=1e-10)
+        except AssertionError as error:
+            error.add_note(f"tp={program.tp}, sp={sp}, cost={cost}")
+            raise
+
+
+@given(program=programs())
+def test_random_programs_are_equivalent(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chunk", range(LONG_CHUNKS))
+def test_many_random_programs_are_equivalent(chunk: int) -> None:
+    count = 0
+
+    @seed(chunk)
+    @settings(max_examples=LONG_EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
+    @given(program=programs())
+    def run(program: Program) -> None:
+        nonlocal count
+        check(program)
+        count += 1
+
+    run()
+    print(f"{count} programs without a mismatch")
+
+
+_ = (Phase, assert_equivalent)
