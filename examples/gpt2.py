@@ -1,6 +1,6 @@
 """A small GPT-2 of transformers with random weights.
 
-    graphpar dump examples/gpt2.py:model --tp 8 --sp
+graphpar dump examples/gpt2.py:model --tp 8 --sp
 """
 
 from typing import Any
@@ -18,8 +18,9 @@ def model() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
         vocab_size=256,
         bos_token_id=0,
         eos_token_id=0,
-        loss_type="ForCausalLM",
     )
     tokens = torch.randint(256, (2, 64))
     call = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    return GPT2LMHeadModel(config), (), call
+    module = GPT2LMHeadModel(config)
+    module.loss_type = "ForCausalLM"  # what it takes by itself, with a message
+    return module, (), call

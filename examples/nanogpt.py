@@ -1,6 +1,6 @@
 """A GPT in plain torch.
 
-    graphpar verify examples/nanogpt.py:model --tp 4 --sp
+graphpar verify examples/nanogpt.py:model --tp 4 --sp
 """
 
 from typing import Any

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,45 +21,49 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 def run(program: Program, state: Mapping[str, Tensor], leaves: Sequence[Any]) -> list[Any]:
     """The flat outputs of ``program``, then the new values of its mutated buffers.
 
-    ``state`` maps canonical names to tensors (constants come from the program), ``leaves`` are
-    the flattened arguments of the call. Every value is freed after its last use. Autocast is
-    off: the program holds its casts.
+    ``state`` maps canonical names to tensors (constants come from the program); ``leaves`` are
+    the flattened arguments of the call. A value is freed after its last use. Autocast is off
+    within: the program holds its casts.
     """
-    names = {alias: name for name, s in program.state.items() for alias in s.names}
+    canonical = {alias: name for name, s in program.state.items() for alias in s.names}
     tensors = {**program.constants, **state}
 
-    def read(path: str) -> Tensor:
+    def read(name: str) -> Tensor:
         try:
-            return tensors[names.get(path, path)]
+            return tensors[canonical.get(name, name)]
         except KeyError:
-            raise InternalError(f"the program reads {path}, which is not in the state") from None
+            raise InternalError(f"the program reads {name}, which is not in the state") from None
 
-    def call(graph: fx.Graph, prefix: str, inputs: Sequence[Any]) -> list[Any]:
-        env: dict[fx.Node, Any] = {}
-        free = iter(inputs)
-        last = _last_uses(graph)
-        for node in graph.nodes:
-            if node.op == "output":
-                return [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
-            if node.op == "placeholder":
-                env[node] = next(free)
-            elif node.op == "get_attr":
-                env[node] = read(f"{prefix}{node.target}")
-            else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                if node.op == "call_module":
-                    path = str(node.target)
-                    block = program.blocks[program.calls[path]]
-                    result = call(block, f"{path}.", args)
-                    env[node] = result
-                else:
-                    env[node] = node.target(*args, **kwargs)
-            for done in last.get(node, ()):
-                del env[done]
-        raise InternalError("the graph has no output node")
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        return _run_graph(program, "", [leaves[i] for i in program.placeholders], read)
 
-    with _no_autocast():
-        return call(program.graph, "", [leaves[i] for i in program.placeholders])
+
+def _run_graph(
+    program: Program, path: str, inputs: Sequence[Any], read: Callable[[str], Tensor]
+) -> list[Any]:
+    """The root (no path), or the block called at ``path``."""
+    graph = program.blocks[program.calls[path]] if path else program.graph
+    env: dict[fx.Node, Any] = {}
+    free, last = iter(inputs), _last_uses(graph)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(free)
+        elif node.op == "get_attr":
+            env[node] = read(f"{path}.{node.target}" if path else str(node.target))
+        elif node.op == "call_module":
+            args = fx.map_arg(node.args, env.__getitem__)
+            env[node] = _run_graph(program, str(node.target), args, read)
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+        else:
+            break
+        for done in last.get(node, ()):
+            del env[done]
+    return [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -71,13 +76,3 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 seen.add(used)
                 last.setdefault(node, []).append(used)
     return last
-
-
-def _no_autocast() -> Any:
-    from contextlib import ExitStack
-
-    stack = ExitStack()
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack

@@ -34,16 +34,20 @@ def find_mesh(mesh: DeviceMesh | None, tp: int, device: torch.device) -> DeviceM
     """
     if mesh is not None:
         return _of_mesh(mesh, tp)
-    started = dist.is_available() and (dist.is_initialized() or "WORLD_SIZE" in os.environ)
-    if not started:
-        return None
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    if world < tp:
+    world = process_count()
+    if world < tp or not (dist.is_initialized() or "WORLD_SIZE" in os.environ):
         return None
     if world % tp:
         raise InputError(f"{world} processes cannot form groups of tp={tp}")
     shape = (world // tp, tp)
     return init_device_mesh(device.type, shape, mesh_dim_names=("dp", MESH_DIM))[MESH_DIM]
+
+
+def process_count() -> int:
+    """How many processes run together: of torch.distributed, or as torchrun says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _of_mesh(mesh: DeviceMesh, tp: int) -> DeviceMesh:

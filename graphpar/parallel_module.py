@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphpar.errors import GraphparError, InputError, MeshError
+from graphpar.mesh import process_count
 from graphpar.ops.agree import check_agreement
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
@@ -137,9 +138,9 @@ class ParallelModule(Container):
         """The original's forward."""
         if self._tp > 1 and self._mesh is None:
             raise MeshError(
-                f"tp={self._tp} needs {self._tp} processes, but this one stands alone: start it "
-                f"with torchrun --nproc-per-node {self._tp}, or read, print and simulate the "
-                "program without calling it"
+                f"tp={self._tp} needs {self._tp} processes, not {process_count()}: start them with "
+                f"torchrun --nproc-per-node {self._tp}, or read, print and simulate the program "
+                "without calling it"
             )
         args, kwargs = bind(self._source, args, kwargs)
         key = self._key(args, kwargs)

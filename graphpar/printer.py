@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpar.axes import format_dim
 from graphpar.program import MESH_DIM, Program, TensorSpec, info, is_getitem, outputs, placeholders
 from graphpar.types import Shard, Type, local_shape
 
@@ -170,7 +171,15 @@ def _described(program: Program, node: fx.Node) -> str:
         kinds = kind if isinstance(kind, tuple) else (None,) * len(spec)
         each = [_tensor(program, s, k) for s, k in zip(spec, kinds, strict=True)]
         return f"({', '.join(each)}){origin}"
-    return _tensor(program, spec, kind) + origin  # type: ignore[arg-type]
+    return _tensor(program, spec, kind) + _axes(node) + origin  # type: ignore[arg-type]
+
+
+def _axes(node: fx.Node) -> str:
+    """The axes of each dimension, until types tell what becomes of them."""
+    dims = info(node).dims
+    if info(node).type is not None or not dims:
+        return ""
+    return f" ({', '.join(format_dim(dim) for dim in dims)})"  # type: ignore[arg-type]
 
 
 def _tensor(program: Program, spec: TensorSpec | None, kind: Type | None) -> str:

@@ -236,6 +236,10 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     for node in graph.nodes:
         nodes[node] = new.node_copy(node, nodes.__getitem__)
         nodes[node].name = node.name
+        known = node.meta.get(_SLOT)
+        if isinstance(known, Info) and known.whole_call is not None:
+            call = fx.node.map_arg(known.whole_call, nodes.__getitem__)
+            set_info(nodes[node], replace(known, whole_call=call))
     return new, nodes
 
 

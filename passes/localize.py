@@ -63,6 +63,9 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
             value = derive(graph, torch.ops.graphpar.dropout.default, args, like=node, origin=NAME)
         _take_place(graph, node, value)
         return
+    if target is aten.dropout.default:
+        _make_contiguous(graph, node)
+        return
     if target in _SUMS and info(node).type == P and P not in operands:
         _SUMS[target](graph, node)
         return
@@ -70,6 +73,15 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
     if (args, kwargs) != (tuple(node.args), dict(node.kwargs)):
         annotate(node, whole_call=(tuple(node.args), dict(node.kwargs)))
         node.args, node.kwargs = args, kwargs
+
+
+def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:
+    """The mask is drawn in the order of the memory, which conversions may have changed."""
+    x = tensor_arguments(node)[0]
+    if x.target is not aten.contiguous.default:
+        with graph.inserting_before(node):
+            value = derive(graph, aten.contiguous.default, (x,), like=x, origin=NAME)
+        node.replace_input_with(x, value)
 
 
 def _take_place(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:

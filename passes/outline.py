@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from graphpar.cost import is_contraction
 from graphpar.program import (
     Info,
     Program,
-    copy_graph,
     derive,
     info,
     set_info,
@@ -38,8 +37,7 @@ def outline(program: Program, options: Outline = Outline()) -> Program:
     module. Also a single layer of a numbered container becomes a block, so that its boundary is
     seen. Needs: a flat program. Ensures: the same ops in the same order. Numerics: bitwise.
     """
-    graph, _ = copy_graph(program.graph)
-    spans = _choose(_Tree(program, graph), options)
+    spans = _choose(_Tree(program), options)
     blocks: dict[str, fx.Graph] = {}
     calls: dict[str, str] = {}
     names: dict[Hashable, str] = {}
@@ -48,13 +46,22 @@ def outline(program: Program, options: Outline = Outline()) -> Program:
             names[span.key] = _unique(_pretty(span.path), blocks)
             blocks[names[span.key]] = span.extract()
         calls[span.path] = names[span.key]
-    current: dict[fx.Node, fx.Node] = {}
-    for span in spans:
-        span.replace_by_call(graph, current)
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
+    graph = _with_calls(program.graph, spans)
     return replace(program, graph=graph, blocks=blocks, calls=calls)
+
+
+def _with_calls(graph: fx.Graph, spans: Sequence[_Span]) -> fx.Graph:
+    """A copy with a call in the place of each span; state that only spans read is left out."""
+    inner = {node: span for span in spans for node in span.nodes}
+    inputs = {node for span in spans for node in span.inputs}
+    new, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node in inner:
+            if node is inner[node].nodes[-1]:
+                inner[node].call_in(new, values)
+        elif node.op != "get_attr" or node in inputs or any(u not in inner for u in node.users):
+            values[node] = new.node_copy(node, values.__getitem__)
+    return new
 
 
 def _pretty(path: str) -> str:
@@ -152,22 +159,16 @@ class _Span:
         set_info(output, Info(None, info(self.nodes[-1]).source, NAME))
         return graph
 
-    def replace_by_call(self, graph: fx.Graph, current: dict[fx.Node, fx.Node]) -> None:
-        """Put a call in the nodes' place; ``current`` maps values of former spans to theirs."""
-        last, inner = self.nodes[-1], set(self.nodes)
+    def call_in(self, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+        """Add a call of the block to ``graph``; ``values`` maps this graph's nodes to its own."""
         specs = tuple(info(node).spec for node in self.outputs)
-        inputs = tuple(current.get(node, node) for node in self.inputs)
-        with graph.inserting_after(last):
-            call = graph.create_node("call_module", self.path, inputs)
-            set_info(call, Info(specs, info(self.nodes[0]).source, NAME))  # type: ignore[arg-type]
-        with graph.inserting_after(call):
-            for position in reversed(range(len(self.outputs))):
-                value = self.outputs[position]
-                item = derive(graph, operator.getitem, (call, position), like=value, origin=NAME)
-                current[value] = item
-                value.replace_all_uses_with(item, lambda user: user not in inner)
-        for node in reversed(self.nodes):
-            graph.erase_node(node)
+        inputs = tuple(values[node] for node in self.inputs)
+        call = graph.create_node("call_module", self.path, inputs)
+        set_info(call, Info(specs, info(self.nodes[0]).source, NAME))  # type: ignore[arg-type]
+        for position, value in enumerate(self.outputs):
+            values[value] = derive(
+                graph, operator.getitem, (call, position), like=value, origin=NAME
+            )
 
 
 def _hashable(value: Any, reference: Callable[[fx.Node], Hashable]) -> Hashable:
@@ -186,11 +187,11 @@ def _hashable(value: Any, reference: Callable[[fx.Node], Hashable]) -> Hashable:
 class _Tree:
     """The module calls of a flat graph, by path prefix."""
 
-    def __init__(self, program: Program, graph: fx.Graph) -> None:
+    def __init__(self, program: Program) -> None:
         self.root = _Span("", [], program)
         last: dict[int, tuple[_Span, int]] = {}
         for position, node in enumerate(
-            n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")
+            n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr", "output")
         ):
             span, prefix = self.root, ""
             for part in info(node).source.module.split("."):

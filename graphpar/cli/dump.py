@@ -20,9 +20,9 @@ LANGUAGES = {"py": "python", "json": "json", "dot": "dot"}
 HEADS = {"py": "# stage: {}\n", "dot": "// stage: {}\n"}
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> (
-    argparse.ArgumentParser
-):
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "dump",
         help="print the rewritten graph",
@@ -87,7 +87,9 @@ def show(stages: Mapping[str, Program], options: argparse.Namespace, terminal: T
     if not options.all_stages:
         text = list(texts.values())[-1]
     elif options.format == "json":
-        text = "{" + ",".join(f'\n"{name}": {each.strip()}' for name, each in texts.items()) + "\n}\n"
+        text = (
+            "{" + ",".join(f'\n"{name}": {each.strip()}' for name, each in texts.items()) + "\n}\n"
+        )
     else:
         head = HEADS[options.format]
         text = "\n".join(head.format(name) + each for name, each in texts.items())

@@ -45,9 +45,7 @@ def load_model(text: str) -> Loaded:
     """
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
-        raise InputError(
-            f"MODEL is package.module:callable or file.py:callable, not {text!r}"
-        )
+        raise InputError(f"MODEL is package.module:callable or file.py:callable, not {text!r}")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found = _attribute(module, place, name)
     torch.manual_seed(0)
@@ -60,11 +58,12 @@ def _import_file(path: Path) -> ModuleType:
         raise InputError(f"there is no file {path}")
     path = path.resolve()
     sys.path.insert(0, str(path.parent))  # as python does, so that it finds its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"_graphpar_{path.stem}"  # hides no module of that name
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -59,9 +59,7 @@ def version() -> str:
         return "(not installed)"
 
 
-def guarded(
-    run: Callable[[argparse.Namespace, Terminal], int], options: argparse.Namespace
-) -> int:
+def guarded(run: Callable[[argparse.Namespace, Terminal], int], options: argparse.Namespace) -> int:
     """Run a command; errors become a message and an exit code."""
     terminal = Terminal()
     try:

@@ -32,7 +32,7 @@ class Terminal:
             self.write(text)
             return
         syntax = Syntax("", language, theme="ansi_dark", background_color="default")
-        self.out.print(syntax.highlight(text.rstrip("\n")))
+        self.out.print(syntax.highlight(text), end="")
 
     def say(self, text: str) -> None:
         """A line for people, to stderr."""

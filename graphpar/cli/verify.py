@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from graphpar.cli.build import build_stages
 from graphpar.cli.loading import HELP, load_model
@@ -15,14 +16,15 @@ from graphpar.mesh import check_tp
 from graphpar.pipeline import default_pipeline
 from graphpar.program import Program
 from graphpar.testing import compare
+from graphpar.trace import flatten
 from graphpar.verify import CHECKS
 
 NOT_EQUIVALENT = 1
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> (
-    argparse.ArgumentParser
-):
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "verify",
         help="prove the layouts and compare with the original",
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
         def seen(name: str, program: Program) -> None:
             checks = [check.__name__.removeprefix("check_") for check in CHECKS[program.form]]
-            terminal.say(f"{name:<20} verified: {', '.join(checks).replace('_', ' ')}")
+            terminal.write(f"{name:<20} verified: {', '.join(checks).replace('_', ' ')}\n")
             bar(next(upcoming))
 
         bar("trace")
@@ -58,21 +60,29 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
                 raise
             terminal.say(f"not equivalent: {error}")
             return NOT_EQUIVALENT
-    parameters = sum(s.kind == "parameter" for s in program.state.values())
+    trained = sum(s.spec.differentiable for s in program.state.values())
+    leaves, _ = flatten(loaded.args, loaded.kwargs)
+    inputs = sum(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     terminal.write(
-        f"equivalent: {found.compared} tensors compared on {program.ranks} simulated ranks: all "
-        f"outputs, and the gradients of {parameters} parameters and of the inputs; the largest "
+        f"equivalent: {found.compared} tensors compared on {options.tp} simulated ranks: all "
+        f"outputs and the gradients of {trained} parameters and {inputs} inputs; the largest "
         f"difference is {found.worst:.2g}\n"
     )
     return 0
 
 
 @contextmanager
-def progress(terminal: Terminal, total: int) -> Iterator[object]:
+def progress(terminal: Terminal, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal. Each call of the result names the step that starts."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     shown = terminal.err.is_terminal
-    with Progress(*columns, console=terminal.err, transient=True, disable=not shown) as bars:
+    with Progress(
+        *columns,
+        console=terminal.err,
+        transient=True,
+        disable=not shown,
+        redirect_stdout=terminal.out.is_terminal,
+    ) as bars:
         task = bars.add_task("", total=total)
         started = iter(range(total + 1))
         yield lambda text: bars.update(task, description=text, completed=next(started))

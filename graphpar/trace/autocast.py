@@ -72,6 +72,7 @@ class Autocast:
     def __init__(self, builder: Builder, ambient: Sequence[tuple[str, torch.dtype]]) -> None:
         self.b = builder
         self.state = {device: Context(device, dtype, True) for device, dtype in ambient}
+        self.ambient = bool(ambient)
         self.outer: list[dict[str, Context]] = []
         self.policies: dict[Any, Policy] = {}
         self.kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
@@ -85,7 +86,7 @@ class Autocast:
     def exit(self) -> None:
         """The innermost one ends; with the outermost, autocast forgets the casts it kept."""
         self.state = self.outer.pop()
-        if not self.outer:
+        if not self.outer and not self.ambient:
             self.kept = {}
 
     def cast(self, call: Call) -> Call:

@@ -34,7 +34,11 @@ _ADVICE = (
         "or register it with torch.utils._pytree.register_pytree_node",
     ),
     (
-        r"[Dd]ata-dependent|GuardOnDataDependent|DataDependentOutput|_local_scalar_dense|"
+        r"fake tensor in the exported program constant's list",
+        "it uses a tensor in a way that tracing cannot follow (Tensor.data?); use Tensor.detach()",
+    ),
+    (
+        r"[Dd]ata-dependent|GuardOnDataDependent|DataDependentOutput|HigherOrderOp|_local_scalar_dense|"
         r"type must be tuple of ints,but got FakeTensor|PackedSequence",
         "its control flow or its shapes depend on the values of tensors; compute with tensors "
         "instead (torch.where, masks, padding), or take the decision outside the model",

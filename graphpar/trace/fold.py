@@ -19,11 +19,28 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from graphpar.trace.build import Builder, argument, aten
+from graphpar.trace.build import Builder, argument, aten, op_name
 
 MAX_CONSTANT_BYTES = 64 << 20
 MAX_COMPUTED_BYTES = 1 << 30
-_CREATION = {"arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor", "empty"}
+_CREATION = {
+    f"aten::{name}"
+    for name in ("arange", "eye", "full", "linspace", "ones", "scalar_tensor", "zeros")
+}
+
+
+# The argument which, if zero, makes the op draw nothing.
+_PROBABILITY = {
+    "dropout": "p",
+    "feature_dropout": "p",
+    "alpha_dropout": "p",
+    "feature_alpha_dropout": "p",
+    "scaled_dot_product_attention": "dropout_p",
+    "lstm": "dropout",
+    "gru": "dropout",
+    "rnn_tanh": "dropout",
+    "rnn_relu": "dropout",
+}
 
 
 def draws(node: fx.Node) -> bool:
@@ -34,8 +51,10 @@ def draws(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     call = (target, node.args, node.kwargs)
-    off = [argument(call, name, 1) for name in ("p", "dropout_p", "dropout")]
-    return 0 not in off and argument(call, "train", True) is not False
+    if not all(argument(call, name, True) for name in ("train", "training")):
+        return False
+    probability = _PROBABILITY.get(op_name(target))
+    return probability is None or argument(call, probability, 0.0) != 0
 
 
 def live_nodes(graph: fx.Graph, outputs: Iterable[Any]) -> set[fx.Node]:
@@ -146,7 +165,7 @@ class Folding:
 
     def constant(self, node: fx.Node, made: dict[Any, fx.Node]) -> fx.Node:
         target: OpOverload = node.target  # type: ignore[assignment]
-        if isinstance(target, OpOverload) and target._schema.name[6:] in _CREATION:
+        if isinstance(target, OpOverload) and target._schema.name in _CREATION:
             return node
         value = self.compute(node)
         if not isinstance(value, Tensor):

@@ -20,7 +20,7 @@ from graphpar.provenance import source_of
 from graphpar.trace import memory
 from graphpar.trace.autocast import Autocast
 from graphpar.trace.build import Builder, argument, aten
-from graphpar.trace.functionalize import changes_view, fit, functional, value_written, written
+from graphpar.trace.functionalize import changes_view, fit, value_written, view_of, written
 from graphpar.trace.memory import Ref, Step
 from graphpar.trace.simplify import simplify
 from graphpar.trace.where import trace_error
@@ -69,6 +69,16 @@ def updates_statistics(node: fx.Node) -> bool:
     return bool(training) and argument(call, "running_mean") is not None
 
 
+def _unsupported(target: Any) -> str:
+    if isinstance(target, HigherOrderOperator):
+        return f"control flow ({target}) {_BY_VALUE}"
+    if getattr(target, "__module__", "") in ("_operator", "math", "builtins"):
+        return f"a number computed by {target.__name__} {_BY_VALUE}"
+    return (
+        f"{getattr(target, '__name__', target)} cannot be traced (is this a torch.func transform?)"
+    )
+
+
 class Lowering:
     """``env`` holds a ref, the outputs of an op with several, or a Python value for each node."""
 
@@ -104,10 +114,7 @@ class Lowering:
         elif target is autocast_mode._exit_autocast:
             self.autocast.exit()
         elif not isinstance(target, OpOverload):
-            kind = "control flow that " if isinstance(target, HigherOrderOperator) else ""
-            raise trace_error(
-                f"{kind or 'a number that '}{target} computes {_BY_VALUE}", self.b.source
-            )
+            raise trace_error(_unsupported(target), self.b.source)
         elif target._schema.name.split("::")[1] in _CHECKS:
             pass
         elif written(target):
@@ -162,6 +169,8 @@ class Lowering:
     def check_static(self, target: OpOverload, val: Any) -> None:
         """No shape or number may depend on the values of tensors."""
         for v in val if isinstance(val, (tuple, list)) else [val]:
+            if isinstance(v, Tensor) and v.layout is not torch.strided:
+                raise trace_error(f"{target}: sparse tensors are not supported", self.b.source)
             if isinstance(v, Tensor) and all(isinstance(size, int) for size in v.shape):
                 continue
             if v is not None:
@@ -205,11 +214,14 @@ class Lowering:
     def in_place_view(self, node: fx.Node, target: OpOverload, ref: Ref) -> Ref:
         """``squeeze_`` and the like: the name now stands for a view of what it stood for."""
         old = memory.read(self.b, ref)
-        found = functional(target)
         if target is aten.detach_.default and not self.b.grad(old):
             return ref
-        if target is aten.detach_.default or found is None:
-            raise trace_error(f"{target} is not supported here", self.b.source)
+        if target is aten.detach_.default and ref.parent is None and not ref.storage.views:
+            memory.write(self.b, ref, self.b.detach(old))
+            return ref
+        found = view_of(target)
+        if found is None:
+            raise trace_error(f"{target} of this tensor is not supported", self.b.source)
         step = Step(found, node.args[1:], dict(node.kwargs), self.b.source)
         new = memory.view(ref, step, self.b.emit(found, (old, *step.args), step.kwargs))
         for key, value in self.env.items():
@@ -245,6 +257,9 @@ class Lowering:
         for ref in refs:
             self.check_writable(node.target, ref, memory.read(self.b, ref))
         _, args, _ = self.autocast.cast((node.target, *self.arguments(node)))
+        # Copies, for autograd keeps the old statistics, and they are written before the backward.
+        stats = [self.b.emit(aten.clone.default, (stat,)) for stat in args[3:5]]
+        args = (*args[:3], *stats, *args[5:])
         new = self.b.emit(aten._native_batch_norm_legit_functional.default, args[:8])
         for ref, index in zip(refs, (3, 4), strict=True):
             memory.write(self.b, ref, self.b.item(new, index))

@@ -45,6 +45,7 @@ class Storage:
     node: fx.Node | None
     make: Callable[[], fx.Node] | None = None
     version: int = 0
+    views: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,7 @@ def base(node: fx.Node) -> Ref:
 
 def view(parent: Ref, step: Step | None, node: fx.Node) -> Ref:
     """A view of ``parent`` whose present value is ``node``; no step: the same elements."""
+    parent.storage.views += 1
     return Ref(parent.storage, parent, step, node, parent.storage.version)
 
 
@@ -141,6 +143,8 @@ def _put_back(b: Builder, step: Step, whole: fx.Node, part: fx.Node) -> fx.Node:
         return b.emit(_SCATTERS[name], (whole, part, *step.args), step.kwargs)
     if name == "view_as_real":
         return b.emit(aten.view_as_complex.default, (part,))
+    if name == "view_as_complex":
+        return b.emit(aten.view_as_real.default, (part,))
     return _put_by_position(b, step, whole, part)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from graphpar.errors import InternalError
-from graphpar.program import Program, State, placeholders, spec_of
+from graphpar.program import Program, State, placeholders, spec_of, tensor_spec
 from graphpar.program import outputs as outputs_of
 from graphpar.provenance import UNKNOWN, Source
 from graphpar.trace import memory
 from graphpar.trace.build import Builder, floating
 from graphpar.trace.call import autocast_state, bind, flatten
-from graphpar.trace.export import export
+from graphpar.trace.export import Exported, export
 from graphpar.trace.finish import finish
 from graphpar.trace.fold import Folding
 from graphpar.trace.lower import Lowering
@@ -48,7 +49,7 @@ def trace(
 
     builder = Builder(_fake_mode(exported))
     builder.source = start
-    inputs, constants, refs = _inputs(builder, exported, leaves, states, tensors)
+    inputs, constants, refs = _inputs(builder, found, leaves, states, tensors)
     lowering = Lowering(builder, inputs, autocast_state())
     lowering.run(exported.graph.nodes)
     builder.source = start
@@ -68,12 +69,10 @@ def trace(
     builder.constants = constants
     outputs = Folding(builder, outputs, {**known, **constants}).run()
     held = finish(builder, outputs, start, states)
-    states.update(
-        {
-            name: State("constant", spec_of(value), (name,), persistent=False)
-            for name, value in held.items()
-        }
-    )
+    # The spec is the node's: of a model on the meta device, constants have values all the same.
+    for node in builder.graph.nodes:
+        if node.op == "get_attr" and (name := str(node.target)) in held:
+            states[name] = State("constant", tensor_spec(node), (name,), persistent=False)
     return Program(
         graph=builder.graph,
         state=states,
@@ -125,18 +124,24 @@ def _forward_line(model: nn.Module) -> Source:
     """Where the model's forward begins: the source of its inputs and of its output."""
     forward = inspect.unwrap(model.forward)
     code = getattr(forward, "__code__", None)
-    return Source(code.co_filename, code.co_firstlineno) if code is not None else UNKNOWN
+    if code is None:
+        return UNKNOWN
+    first = code.co_firstlineno  # of the first decorator
+    lines = [linecache.getline(code.co_filename, first + i).lstrip() for i in range(20)]
+    skipped = next((i for i, line in enumerate(lines) if line.startswith("def ")), 0)
+    return Source(code.co_filename, first + skipped)
 
 
 def _inputs(
     builder: Builder,
-    exported: ExportedProgram,
+    found: Exported,
     leaves: list[Any],
     states: Mapping[str, State],
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[fx.Node, Any], dict[str, Tensor], dict[str, Ref]]:
     """A ref for each placeholder of the exported graph; constants; refs of states by name."""
     canonical = {alias: name for name, state in states.items() for alias in state.names}
+    exported = found.program
     nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
     inputs: dict[fx.Node, Any] = {}
     constants: dict[str, Tensor] = {}
@@ -156,12 +161,13 @@ def _inputs(
             continue
         if spec.kind is InputKind.CONSTANT_TENSOR and spec.target not in canonical:
             value = exported.constants[spec.target]
-            if value.requires_grad:
-                raise trace_error(
-                    f"the tensor {spec.target} of the model requires gradients but is not a "
-                    "parameter; register it as one",
-                    builder.source,
+            if value.requires_grad or spec.target in found.assigned:
+                advice = (
+                    "requires gradients but is not a parameter; register it as one"
+                    if value.requires_grad
+                    else "is replaced in its forward; register it as a buffer and write to that"
                 )
+                raise trace_error(f"the model's tensor {spec.target} {advice}", builder.source)
             name, kind, grad = spec.target, "constant", False
             constants[name] = value
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
@@ -169,7 +175,11 @@ def _inputs(
             kind = states[name].kind
             grad = states[name].spec.differentiable
         else:
-            raise trace_error(f"{spec.target}: inputs of this kind are not supported", None)
+            raise trace_error(
+                f"the forward uses an object that cannot be traced ({spec.target}): a "
+                "torch.Generator, a scripted class, ...",
+                builder.source,
+            )
         if name not in refs:
 
             def make(name: str = name, val: Any = val, grad: bool = grad) -> fx.Node:

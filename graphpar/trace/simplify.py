@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from graphpar.trace.build import Builder, Call, argument, aten
 
@@ -68,7 +69,28 @@ def _slice(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
 def _dropout(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
     node: fx.Node = call[1][0]
     idle = argument(call, "p", 0.5) == 0 or not argument(call, "train", True)
-    return node if idle else None
+    if idle or call[0] is not aten.dropout.default:
+        return node if idle else None
+    # The mask is drawn in the order of the memory: spell that order out, so that it does not
+    # depend on the strides that a rewritten program happens to have.
+    source = b.facts[node].val
+    if not is_non_overlapping_and_dense_or_false(source):
+        return None  # the mask is contiguous
+    rank = source.dim()
+    order = sorted(range(rank), key=lambda d: -source.stride(d))
+    order = _with_units_in_place(order, source)
+    if order == list(range(rank)):
+        return None
+    inverse = sorted(range(rank), key=order.__getitem__)
+    permuted = b.emit(aten.permute.default, (node, order))
+    dropped = b.emit(aten.dropout.default, (permuted, *call[1][1:]), call[2])
+    return b.emit(aten.permute.default, (dropped, inverse))
+
+
+def _with_units_in_place(order: list[int], source: Tensor) -> list[int]:
+    """``order`` with dimensions of size 1, whose strides mean nothing, where they are."""
+    moving = iter([d for d in order if source.shape[d] != 1])
+    return [d if source.shape[d] == 1 else next(moving) for d in range(source.dim())]
 
 
 def _detach(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:

@@ -1,18 +1,23 @@
 """What a forward does that export would drop without a word.
 
-A custom backward or a gradient hook would be lost, and gradients with it: an error. Activation
-checkpointing is lost too, but changes no number: a warning.
+Custom backwards, gradient hooks, seeds: numbers would be wrong, so they are errors. Activation
+checkpointing is lost too, but changes no number; changed attributes and Python's random numbers
+are built in as they are: warnings.
 """
 
 from __future__ import annotations
 
 import logging
+import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
@@ -20,88 +25,150 @@ from torch.export import _trace
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
-from graphpar.provenance import Source
 from graphpar.trace.where import trace_error, user_line
 
 _SHAPES_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+_TORCH_ROOT = str(Path(torch.__file__).parent)
+_HOOK = "a gradient hook on a tensor inside the forward would be lost; hook parameters instead"
+_GRADIENT = "a gradient is computed inside the forward, which graphpar cannot trace"
+_SEED = "the random number generator is seeded inside the forward, which would be lost"
+
+Patch = tuple[Any, str, Any]
 
 
-def _here() -> Source | None:
-    return user_line(traceback.extract_stack())
+def _refused(owner: Any, name: str, message: str) -> Patch:
+    """``owner.name`` raises, unless torch itself calls it."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(_TORCH_ROOT):
+            return original(*args, **kwargs)
+        raise trace_error(message, user_line(traceback.extract_stack()))
+
+    return owner, name, call
+
+
+class _Watch:
+    def __init__(self, model: nn.Module, notice: Callable[[str], None]) -> None:
+        self.modules = {id(module) for module in model.modules()}
+        self.notice = notice
+
+    def say(self, text: str) -> None:
+        at = user_line(traceback.extract_stack())
+        self.notice(f"{text}\n  at {at}" if at else text)
+
+    def checkpointing(self) -> list[Patch]:
+        generator = checkpoint._checkpoint_without_reentrant_generator
+        apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+        def dropped() -> None:
+            self.say("the model's activation checkpointing is dropped: graphpar chooses its own")
+
+        def without_reentrant(*args: Any, **kwargs: Any) -> Any:
+            dropped()
+            return generator(*args, **kwargs)
+
+        def function(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if cls is checkpoint.CheckpointFunction:  # takes the function, a flag, its inputs
+                dropped()
+                return args[0](*args[2:])
+            if not cls.__module__.startswith("torch._"):
+                hook = cls is BackwardHookFunction
+                what = "a module's backward hook" if hook else f"the backward of {cls.__name__}"
+                raise trace_error(
+                    f"{what}, a torch.autograd.Function, would be lost; use differentiable ops, "
+                    "or a torch.library.custom_op with register_autograd",
+                    user_line(traceback.extract_stack()),
+                )
+            return apply(cls, *args, **kwargs)
+
+        return [
+            (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+            (torch.autograd.Function, "apply", classmethod(function)),
+        ]
+
+    def attributes(self) -> list[Patch]:
+        original = nn.Module.__setattr__
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            old = module.__dict__.get(name)
+            plain = isinstance(value, (bool, int, float, str)) and type(value) is type(old)
+            if id(module) in self.modules and plain and value != old and name != "training":
+                self.say(f"the forward changes the attribute {name}: its value {old!r} is built in")
+            original(module, name, value)
+
+        return [(nn.Module, "__setattr__", set_attribute)]
+
+    @contextmanager
+    def random_numbers(self) -> Iterator[None]:
+        """Python's and NumPy's generators stay as they were."""
+        states = random.getstate(), np.random.get_state(legacy=False)
+        try:
+            yield
+        finally:
+            now = random.getstate(), np.random.get_state(legacy=False)
+            if repr(now) != repr(states):
+                self.notice(
+                    "the forward draws random numbers outside torch: the ones drawn are built in"
+                )
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+
+
+def _inference_mode() -> list[Patch]:
+    """Export does not see inference mode; it does see no_grad."""
+    kind = torch.autograd.grad_mode.inference_mode
+    outer: list[torch.no_grad] = []
+
+    def enter(self: Any) -> None:
+        outer.append(torch.no_grad())
+        outer[-1].__enter__()
+
+    def leave(self: Any, *error: Any) -> None:
+        outer.pop().__exit__(*error)
+
+    return [(kind, "__enter__", enter), (kind, "__exit__", leave)]
+
+
+def _export_itself() -> list[Patch]:
+    def unchanged(graph: Any, signature: Any) -> Any:
+        return graph, signature
+
+    return [
+        # Prints the graph of a trace that failed.
+        (_trace, "print", lambda *args, **kwargs: None),
+        # As of torch 2.13 these lose a no_grad inside an autocast, and the like. Without them
+        # gradient modes and autocast are single nodes of the exported graph.
+        (replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", unchanged),
+        (replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", unchanged),
+    ]
 
 
 @contextmanager
 def watched(model: nn.Module, notice: Callable[[str], None]) -> Iterator[None]:
-    """Within, a forward of ``model`` that does so raises TraceError, or calls ``notice``.
-
-    Gradient modes and autocast stay single nodes of the exported graph, without subgraphs.
-    """
-    modules = {id(module) for module in model.modules()}
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    without_reentrant = checkpoint._checkpoint_without_reentrant_generator
-    set_attribute = nn.Module.__setattr__
-
-    def say(text: str) -> None:
-        at = _here()
-        notice(f"{text}\n  at {at}" if at else text)
-
-    def checkpointed() -> None:
-        say("the model's own activation checkpointing is dropped; what to recompute is up to you")
-
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        checkpointed()
-        return without_reentrant(*args, **kwargs)
-
-    def function(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoint.CheckpointFunction:  # arguments: function, preserve_rng_state, inputs
-            checkpointed()
-            return args[0](*args[2:])
-        if not cls.__module__.startswith("torch._"):
-            what = (
-                "a backward hook of a module"
-                if cls is BackwardHookFunction
-                else f"the backward of {cls.__name__}, a torch.autograd.Function,"
-            )
-            raise trace_error(
-                f"{what} would be lost; use differentiable ops, or a torch.library.custom_op with "
-                "register_autograd",
-                _here(),
-            )
-        return apply(cls, *args, **kwargs)
-
-    def hook(*args: Any, **kwargs: Any) -> None:
-        raise trace_error(
-            "a gradient hook on a tensor inside the forward would be lost; hook parameters instead",
-            _here(),
-        )
-
-    def attribute(module: nn.Module, name: str, value: Any) -> None:
-        old = module.__dict__.get(name)
-        plain = isinstance(value, (bool, int, float, str)) and type(value) is type(old)
-        if id(module) in modules and plain and value != old and name != "training":
-            say(f"the forward changes the attribute {name}: the present value {old!r} is built in")
-        set_attribute(module, name, value)
-
-    def keep(graph: Any, signature: Any) -> Any:
-        return graph, signature
-
-    patches: tuple[tuple[Any, str, Any], ...] = (
-        (checkpoint, "_checkpoint_without_reentrant_generator", generator),
-        (torch.autograd.Function, "apply", classmethod(function)),
-        (torch.Tensor, "register_hook", hook),
-        (nn.Module, "__setattr__", attribute),
-        (_trace, "print", lambda *args, **kwargs: None),  # prints the graph of a failed trace
-        # As of torch 2.13 these passes lose a no_grad inside an autocast, and the like.
-        (replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", keep),
-        (replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", keep),
-    )
+    """Within, a forward of ``model`` that does so raises TraceError, or calls ``notice``."""
+    watch = _Watch(model, notice)
+    patches = [
+        *watch.checkpointing(),
+        *watch.attributes(),
+        *_inference_mode(),
+        *_export_itself(),
+        _refused(torch.Tensor, "register_hook", _HOOK),
+        _refused(torch.Tensor, "backward", _GRADIENT),
+        _refused(torch.autograd, "grad", _GRADIENT),
+        _refused(torch.autograd, "backward", _GRADIENT),
+        _refused(torch, "manual_seed", _SEED),
+        _refused(torch, "set_rng_state", _SEED),
+        _refused(torch.random, "fork_rng", _SEED),
+    ]
     level = _SHAPES_LOG.level
     _SHAPES_LOG.setLevel(logging.ERROR)
     try:
         with ExitStack() as stack:
             for owner, name, value in patches:
-                create = name == "print"
+                create = not hasattr(owner, name)
                 stack.enter_context(mock.patch.object(owner, name, value, create=create))
+            stack.enter_context(watch.random_numbers())
             yield
     finally:
         _SHAPES_LOG.setLevel(level)

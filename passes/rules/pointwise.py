@@ -61,8 +61,13 @@ _LINEAR_TOGETHER = {aten.add.Tensor, aten.sub.Tensor}
 
 
 def is_pointwise(target: object) -> bool:
+    """Ops that draw random numbers are not: each rank would draw its own (``rrelu``)."""
     return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags or target in UNTAGGED
+        target in UNTAGGED
+        or (
+            torch.Tag.pointwise in target.tags
+            and torch.Tag.nondeterministic_seeded not in target.tags
+        )
     )
 
 

@@ -50,7 +50,8 @@ def shard_strategy(op: OpAxes, cuts: Mapping[Axis, Blocks], ranks: int) -> Strat
         results = tuple(sharding(dims, cuts) or rest for dims in op.results)
     except Unshardable:
         return None
-    if None in results:
+    # A sum over one cut axis in a result that is cut along another would be lost.
+    if None in results or (rest is not None and any(r != rest for r in results)):
         return None
     return Strategy(operands, tuple(r for r in results if r is not None))
 

@@ -68,6 +68,8 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.expand.default: views.expand,
     aten.repeat.default: views.repeat,
     aten.repeat_interleave.self_int: views.repeat_interleave,
+    aten.view_as_complex.default: views.view_as_complex,
+    aten.view_as_real.default: views.view_as_real,
     # parts
     aten.split.Tensor: parts.split,
     aten.split_with_sizes.default: parts.split,

@@ -92,3 +92,13 @@ def repeat_interleave(call: Call) -> OpRule | None:
     copies, out = new_axis(int(call["repeats"])), list(call.x.dims)
     out[call.dim()] = [*out[call.dim()], *copies]
     return OpRule([out], whole=copies, partial=LINEAR)
+
+
+def view_as_complex(call: Call) -> OpRule:
+    """The last dimension holds real and imaginary parts."""
+    return OpRule([call.x.dims[:-1]], whole=list(call.x.dims[-1]), partial=LINEAR)
+
+
+def view_as_real(call: Call) -> OpRule:
+    parts = new_axis(2)
+    return OpRule([[*call.x.dims, parts]], whole=parts, partial=LINEAR)

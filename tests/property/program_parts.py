@@ -322,7 +322,7 @@ class Attention(nn.Module):
             a, b = x[..., : self.d // 2], x[..., self.d // 2 :]
             return x * self.cos + torch.cat((-b, a), dim=-1) * self.sin
         if self.rotary == "complex":
-            pairs = torch.view_as_complex(x.float().double().reshape(*x.shape[:-1], -1, 2))
+            pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
             return torch.view_as_real(pairs * self.turn).flatten(-2)
         return x
 

@@ -7,7 +7,6 @@ gradients by the duals of the operands' types.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -22,25 +21,19 @@ from graphpar.axes import (
     Concat,
     Dim,
     Dims,
-    Freezer,
     OpAxes,
-    TermDims,
     axes_of,
-    fresh,
     match_blocks,
 )
 from graphpar.passes.rules import (
-    Call,
-    OpRule,
     Strategy,
     local_call,
     partial_strategies,
     shard_strategy,
-    tensor_arguments,
 )
-from graphpar.passes.rules.table import apply_rule, freeze
 from graphpar.program import Info, Spec, set_info, spec_of
 from graphpar.types import P, R, Shard, Type, cut, dual, join, local_shape
+from tests.property.pick import Pick
 
 RANKS = (2, 3, 4)
 Cuts = Mapping[Axis, Blocks]
@@ -56,6 +49,9 @@ class Case:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     constant: tuple[Tensor, ...] = ()
+
+
+Maker = Callable[[Pick], Case]
 
 
 # --- nodes --------------------------------------------------------------------------------------
@@ -219,7 +215,7 @@ class Checker:
         self.wanted = [x.is_floating_point() and id(x) not in constant for x in operands]
         self.generator = torch.Generator().manual_seed(0)
         self.cotangents: list[Tensor] = []
-        self.whole = self._run(node.args, node.kwargs, operands, self._random_cotangents)
+        self.whole = self._run(node.args, node.kwargs, operands, None)
 
     def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if dtype.is_floating_point:
@@ -228,16 +224,12 @@ class Checker:
             return torch.rand(shape, generator=self.generator) < 0.5
         return torch.randint(-9, 9, tuple(shape), generator=self.generator, dtype=dtype)
 
-    def _random_cotangents(self, results: list[Tensor]) -> list[Tensor]:
-        self.cotangents = [self._random(y.shape, y.dtype) for y in results]
-        return self.cotangents
-
     def _run(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         operands: Sequence[Tensor],
-        cotangents: Callable[[list[Tensor]], list[Tensor]],
+        cotangents: list[Tensor] | None,
     ) -> Run:
         leaves = [
             x.detach().clone(memory_format=torch.contiguous_format).requires_grad_(wanted)
@@ -247,9 +239,9 @@ class Checker:
         value = execute(self.node.target, args, kwargs, leaves)
         several = isinstance(value, (tuple, list))
         results = [y for y in (value if several else [value]) if isinstance(y, Tensor)]
-        pairs = [
-            (y, g) for y, g in zip(results, cotangents(results), strict=True) if y.requires_grad
-        ]
+        if cotangents is None:
+            cotangents = self.cotangents = [self._random(y.shape, y.dtype) for y in results]
+        pairs = [(y, g) for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
         inputs = [x for x in leaves if x.requires_grad]
         found: Iterator[Tensor | None] = iter(())
         if pairs:
@@ -287,7 +279,7 @@ class Checker:
             averaged = self.op.average and not passes_partial and P in strategy.results
             scale = 1 / ranks if averaged else 1
             mine = [g[rank] * scale if averaged else g[rank] for g in cotangents]
-            run = self._run(args, kwargs, [x[rank] for x in operands], lambda _, m=mine: m)
+            run = self._run(args, kwargs, [x[rank] for x in operands], mine)
             runs.append(Run([y * scale if averaged else y for y in run.results], run.gradients))
         for i, (kind, whole) in enumerate(zip(strategy.results, self.whole.results, strict=True)):
             parts = [run.results[i] for run in runs]
@@ -296,9 +288,7 @@ class Checker:
                 f"result {i} is {tuple(parts[0].shape)} on a rank, not {expected_shape}"
             )
             assert self._joined_equals(parts, kind, whole), f"result {i} is wrong"
-        for i, (kind, grad) in enumerate(
-            zip(strategy.operands, self.whole.gradients, strict=True)
-        ):
+        for i, (kind, grad) in enumerate(zip(strategy.operands, self.whole.gradients, strict=True)):
             if grad is not None:
                 found = [g for g in (run.gradients[i] for run in runs) if g is not None]
                 assert self._joined_equals(found, dual(kind), grad), (
@@ -344,71 +334,3 @@ def describe(op: OpAxes) -> str:
         f"{dims(op.operands)} -> {dims(op.results)}, whole {sorted(map(str, op.whole))}, "
         f"contracted {sorted(map(str, op.contracted))}, partial {[sorted(p) for p in op.partial]}"
     )
-
-
-def factorisations(size: int) -> list[tuple[int, ...]]:
-    """All ordered products of numbers above 1 that give ``size``."""
-    if size == 1:
-        return [()]
-    return [
-        (head, *rest)
-        for head in range(2, size + 1)
-        if size % head == 0
-        for rest in factorisations(size // head)
-    ]
-
-
-# --- programs -----------------------------------------------------------------------------------
-
-
-class Program:
-    """Ops run one by one, with axes that they share, as name-axes finds them."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, Tensor] = {}
-        self.terms: dict[fx.Node, TermDims] = {}
-        self.rules: list[tuple[fx.Node, Call, OpRule | None]] = []
-        self.freezer = Freezer()
-
-    def input(self, value: Tensor) -> fx.Node:
-        node = add_placeholder(self.graph, value)
-        self.values[node], self.terms[node] = value, fresh(value.shape)
-        return node
-
-    def call(self, target: Target, *args: Any, **kwargs: Any) -> list[fx.Node]:
-        """The nodes of the op's results."""
-        operands: list[Tensor] = []
-        fx.node.map_arg((args, kwargs), lambda n: operands.append(self.values[n]))
-        value = execute(target, args, kwargs, operands)
-        node = self.graph.call_function(target, args, kwargs)
-        set_info(node, Info(spec_of_results(value)))
-        call, rule = apply_rule(node, self.terms.__getitem__)
-        self.rules.append((node, call, rule))
-        several = not isinstance(value, Tensor)
-        results = []
-        for i, y in enumerate(value if several else [value]):
-            result = self.graph.call_function(operator.getitem, (node, i)) if several else node
-            if several:
-                set_info(result, Info(spec_of(y)))
-            self.values[result] = y.contiguous()
-            self.terms[result] = rule.results[i] if rule else fresh(y.shape)
-            results.append(result)
-        return results
-
-    def one(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
-        (result,) = self.call(target, *args, **kwargs)
-        return result
-
-    def dims(self, node: fx.Node) -> Dims:
-        return self.freezer.dims(self.terms[node])
-
-    def ops(self) -> Iterator[tuple[fx.Node, OpAxes]]:
-        """Every op with its rule in terms of the program's axes; ask once all are called."""
-        for node, call, rule in self.rules:
-            yield node, freeze(self.freezer, call, rule)
-
-    def checker(self, node: fx.Node, op: OpAxes) -> Checker:
-        operands = [self.values[n] for n in tensor_arguments(node)]
-        assert isinstance(node.target, Target)
-        return Checker(node, operands, op, Case(node.target, ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -13,6 +13,7 @@ from graphpar.cost import CostModel
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.testing import assert_equivalent, compare
 from graphpar.trace import bind, trace
+from graphpar.types import Type
 from tests.property.programs import Program, programs
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
@@ -20,21 +21,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 LONG_CHUNKS, LONG_EXAMPLES = 50, 100
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RandomCost(CostModel):
     """Prices that make the planner choose unusual plans: any op may be dear in any form, any
     conversion next to free."""
 
-    def __init__(self, seed: int, conversions: float) -> None:
-        super().__init__()
-        object.__setattr__(self, "_random", random.Random(seed))
-        object.__setattr__(self, "_conversions", conversions)
+    source: random.Random = field(default_factory=random.Random)
+    conversions: float = 1.0
 
     def op_us(self, flops: int, nbytes: int) -> float:
-        return float(self._random.choice((0.1, 1.0, 10.0)))  # type: ignore[attr-defined]
+        return self.source.choice((0.1, 1.0, 10.0))
 
-    def conversion_us(self, *args: Any, **kwargs: Any) -> float:
-        scale: float = self._conversions  # type: ignore[attr-defined]
-        return scale * float(self._random.random())  # type: ignore[attr-defined]
+    def conversion_us(
+        self, source: Type, target: Type, nbytes: int, ranks: int, *, differentiable: bool
+    ) -> float:
+        return self.conversions * self.source.random()
 
 
 def costs(number: int) -> Sequence[CostModel]:
@@ -47,7 +48,9 @@ def costs(number: int) -> Sequence[CostModel]:
         memory_bytes_per_us=choose.choice((1e-1, 1e9)),
         saved_us_per_byte=choose.choice((0.0, 10.0)),
     )
-    return skewed, RandomCost(number, choose.choice((1e-3, 1.0)))
+    return skewed, RandomCost(
+        source=random.Random(number), conversions=choose.choice((1e-3, 1.0))
+    )
 
 
 def check(program: Program) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphpar.interpret import model_state, run
-from graphpar.program import Program
-from graphpar.trace import bind, flatten, trace, unflatten
+from graphpar.program import Program, program_hash
+from graphpar.trace import bind, flatten, skeleton, trace, unflatten
 from tests import zoo
 
 
@@ -51,9 +51,13 @@ def test_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # where SDPA does, the CPU's flash kernel adds up the heads' gradients in another order.
     monkeypatch.setattr("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", _never)
     model, kwargs = zoo.build(name)
+    hollow = skeleton(model)
+    assert sum(p.untyped_storage().nbytes() for p in hollow.parameters()) == 0
     for mode in (True, False):
-        model.train(mode)
-        program = trace(model, (), kwargs)
+        program = trace(model.train(mode), (), kwargs)
+        if not mode:
+            hollow_program = trace(hollow.eval(), (), kwargs)
+            assert program_hash(hollow_program) == program_hash(program)
         torch.manual_seed(1)
         expected = model(**kwargs)
         zoo.loss_of(expected).backward()

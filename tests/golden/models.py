@@ -1,0 +1,53 @@
+"""The models of the golden tests. Dumps name these lines: add at the end."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(self.norm(x)))
+        y: Tensor = x + self.down(h)
+        return y
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Residual() for _ in range(3)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.layers(x))
+        return y.mean()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = self.qkv(x).split(d, dim=2)
+        q = q.view(b, s, 4, 4).transpose(1, 2)
+        k = k.view(b, s, 4, 4).transpose(1, 2)
+        v = v.view(b, s, 4, 4).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        return x + F.dropout(self.out(y.transpose(1, 2).reshape(b, s, d)), 0.1)
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    return Mlp(), torch.randn(2, 4, 8)
+
+
+def attention() -> tuple[nn.Module, Tensor]:
+    return Attention(), torch.randn(2, 4, 16)

@@ -1,0 +1,340 @@
+"""Random calls of reductions, lookups and pointwise ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.property.pick import Pick
+from tests.property.rule_checks import Case, Maker, Target
+
+aten = torch.ops.aten
+
+
+def some_dims(p: Pick, rank: int) -> list[int]:
+    return p.dims(rank, 0)
+
+
+def reduce_all(target: Target) -> Maker:
+    return lambda p: Case(target, (p.x(*p.shape(0, 3)),))
+
+
+def reduce_dims(target: Target, *, before: Sequence[Any] = (), none: bool = True) -> Maker:
+    """``dim`` is a list, perhaps empty, or ``None``; ``keepdim`` follows."""
+
+    def make(p: Pick) -> Case:
+        x = p.x(*p.shape(0, 3))
+        dims = some_dims(p, x.dim())
+        dim = None if none and p.number(0, 4) == 0 else dims
+        extra = [p.one(before)] if before else []
+        return Case(target, (x, *extra, dim, p.flag()))
+
+    return make
+
+
+def reduce_dim(target: Target, *, bools: bool = False, none: bool = False) -> Maker:
+    """``dim`` is an integer."""
+
+    def make(p: Pick) -> Case:
+        shape = p.shape(0, 3)
+        x = p.bools(*shape) if bools else p.x(*shape)
+        dim = None if none and p.flag() else p.dim(len(shape))
+        return Case(target, (x, dim, p.flag()))
+
+    return make
+
+
+def reduce_bools(target: Target) -> Maker:
+    return lambda p: Case(target, (p.bools(*p.shape(0, 3)),))
+
+
+def logsumexp(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    return Case(aten.logsumexp.default, (x, p.dims(x.dim()), p.flag()))
+
+
+def sum_of_integers(p: Pick) -> Case:
+    """Counting: sums of booleans and integers; a sum that casts."""
+    shape = p.shape(0, 3)
+    x = p.one((p.bools(*shape), p.ints(9, *shape), p.x(*shape) * 3))
+    cast = {"dtype": p.one((torch.int64, torch.float64))} if p.flag() else {}
+    if x.is_floating_point() and cast.get("dtype") == torch.int64:
+        cast = {"dtype": torch.float64}
+    return Case(aten.sum.dim_IntList, (x, p.dims(len(shape), 0), p.flag()), cast)
+
+
+def variance(target: Target) -> Maker:
+    def make(p: Pick) -> Case:
+        x = p.x(*p.shape(1, 3))
+        dims = p.one((None, p.dims(x.dim(), 0)))
+        if "correction" in str(target):
+            correction = p.one((0, 1, None))
+            kwargs = {"correction": correction, "keepdim": p.flag()}
+            return Case(target, (x, dims), kwargs)
+        return Case(target, (x, dims, p.flag(), p.flag()))
+
+    return make
+
+
+def along(target: Target, *after: Any) -> Maker:
+    """An op along one dimension that keeps the shape."""
+
+    def make(p: Pick) -> Case:
+        x = p.x(*p.shape(0, 3))
+        return Case(target, (x, p.dim(x.dim()), *after))
+
+    return make
+
+
+def flip(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    return Case(aten.flip.default, (x, p.dims(x.dim(), 0)))
+
+
+def topk(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    dim = p.dim(x.dim())
+    k = p.number(1, x.shape[dim] if x.dim() else 1)
+    at = () if dim == -1 and p.flag() else (dim,)
+    return Case(aten.topk.default, (x, k, *at))
+
+
+def diff(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    dim = p.dim(x.dim())
+    n = p.number(0, min(2, x.shape[dim] - 1))
+    ends = [x.narrow(dim, 0, 1).clone() if p.flag() else None for _ in range(2)]
+    return Case(aten.diff.default, (x, n, dim, *ends) if p.flag() else (x, n, dim))
+
+
+def padding(p: Pick, rank: int, least: int) -> list[int]:
+    pads: list[int] = []
+    for _ in range(p.number(0, rank)):
+        pads += p.one(((0, 0), (0, 0), (1, 0), (0, 2), (1, 1), (1, -1), (-1, 1)))
+    return [max(n, least) for n in pads]
+
+
+def pad(p: Pick) -> Case:
+    x = p.x(*(size + 1 for size in p.shape(1, 3)))
+    return Case(aten.pad.default, (x, padding(p, x.dim(), -1), "constant", p.one((None, 1.0))))
+
+
+def pad_mode(p: Pick) -> Case:
+    x = p.x(*(size + 1 for size in p.shape(3, 3)))
+    pads = p.one(((1, 1), (1, 0), (0, 0), (0, 1)))
+    return Case(aten.pad.default, (x, list(pads), p.one(("reflect", "replicate", "circular"))))
+
+
+def constant_pad(p: Pick) -> Case:
+    x = p.x(*(size + 1 for size in p.shape(1, 3)))
+    return Case(aten.constant_pad_nd.default, (x, padding(p, x.dim(), -1), p.one((0, 1.5))))
+
+
+# --- lookups -------------------------------------------------------------------------------------
+
+
+def embedding(p: Pick) -> Case:
+    rows = p.size()
+    indices = p.ints(rows, *p.shape(0, 2))
+    options = p.one(((), (0,), (-1, False), (-1, True), (rows - 1, False, False)))
+    return Case(aten.embedding.default, (p.x(rows, p.size()), indices, *options))
+
+
+def gather(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    dim = p.dim(x.dim())
+    shape = [size if p.number(0, 3) else p.number(1, size) for size in x.shape]
+    if shape:
+        shape[dim] = p.size()
+    index = p.ints(x.shape[dim] if shape else 1, *shape)
+    return Case(aten.gather.default, (x, dim, index))
+
+
+def index_select(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    dim = p.dim(x.dim())
+    rows = x.shape[dim] if x.dim() else 1
+    index = p.ints(rows, p.size()) if x.dim() and p.number(0, 4) else p.ints(rows)
+    return Case(aten.index_select.default, (x, dim, index))
+
+
+def index(p: Pick) -> Case:
+    """One to three index tensors that broadcast, apart or side by side, and a mask at times."""
+    x = p.x(*p.shape(1, 4))
+    if p.number(0, 9) == 0:
+        return Case(aten.index.Tensor, (x, [p.bools(*x.shape[: p.number(1, x.dim())])]))
+    places = p.some(range(x.dim()))[:3]
+    shape = [p.one((1, 2, 3, 4)) for _ in range(p.number(0, 2))]
+    indices: list[Tensor | None] = [None] * (max(places) + 1)
+    for place in places:
+        indices[place] = p.ints(x.shape[place], *p.broadcast(shape))
+    square = [i for i in places if x.shape[i] == x.shape[places[0]]]
+    if len(square) > 1 and p.flag():
+        indices[square[1]] = indices[square[0]]
+    return Case(aten.index.Tensor, (x, indices))
+
+
+def scatter(target: Target) -> Maker:
+    def make(p: Pick) -> Case:
+        x = p.x(*p.shape(0, 3))
+        dim = p.dim(x.dim())
+        shape = [size if p.number(0, 3) else p.number(1, size) for size in x.shape]
+        base = p.ints(1, *shape)
+        if shape:  # without repetitions along dim: their order is not defined
+            order = p.permutation(x.shape[dim])[: shape[dim]]
+            view = [1] * len(shape)
+            view[dim] = -1
+            base = base + order.view(view)
+        if target is aten.scatter.value:
+            return Case(target, (x, dim, base, 1.5))
+        larger = [size + p.one((0, 0, 0, 1)) for size in shape]
+        source = p.x(*larger)
+        # The gradient needs a source of the index's shape.
+        return Case(target, (x, dim, base, source), constant=(source,) if larger != shape else ())
+
+    return make
+
+
+def index_add(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    dim, count = p.dim(x.dim()), p.size()
+    rows = x.shape[dim] if x.dim() else 1
+    if not x.dim():
+        return Case(aten.index_add.default, (x, dim, p.ints(1, 1), p.x()))
+    shape = list(x.shape)
+    shape[dim] = count
+    alpha = {"alpha": 2} if p.flag() else {}
+    return Case(aten.index_add.default, (x, dim, p.ints(rows, count), p.x(*shape)), alpha)
+
+
+def slice_scatter(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    dim, size = p.dim(x.dim()), 0
+    while not size:
+        start, end = p.number(0, x.shape[dim] - 1), p.one((None, x.shape[dim], 2**63 - 1))
+        step = p.one((1, 1, 2))
+        size = len(range(*slice(start, end, step).indices(x.shape[dim])))
+    shape = list(x.shape)
+    shape[dim] = size
+    source = p.like(x) if shape == list(x.shape) else p.x(*shape)
+    return Case(aten.slice_scatter.default, (x, source, dim, start, end, step))
+
+
+def select_scatter(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    dim = p.dim(x.dim())
+    source = p.x(*(size for i, size in enumerate(x.shape) if i != dim % x.dim()))
+    return Case(aten.select_scatter.default, (x, source, dim, p.dim(x.shape[dim])))
+
+
+def one_hot(p: Pick) -> Case:
+    classes = p.one((1, 2, 3, 4))
+    return Case(aten.one_hot.default, (p.ints(classes, *p.shape(0, 3)), p.one((classes, 4, -1))))
+
+
+# --- pointwise -----------------------------------------------------------------------------------
+
+
+def unary(target: Target, *after: Any, positive: bool = False) -> Maker:
+    def make(p: Pick) -> Case:
+        shape = p.shape(0, 4)
+        return Case(target, (p.positive(*shape) if positive else p.x(*shape), *after))
+
+    return make
+
+
+def binary(target: Target, kind: str = "x") -> Maker:
+    """Broadcast operands, the same tensor twice, or a Python scalar."""
+
+    def make(p: Pick) -> Case:
+        shape = p.shape(0, 4)
+        tensor: Callable[..., Tensor] = {
+            "x": p.x,
+            "positive": p.positive,
+            "bools": p.bools,
+            "ints": lambda *s: p.ints(9, *s),
+        }[kind]
+        x, y = tensor(*p.broadcast(shape)), tensor(*p.broadcast(shape))
+        if p.number(0, 3) == 0:
+            x = tensor(*shape)
+            y = x if p.flag() else tensor(*shape)
+        return Case(target, p.one(((x, y), (x, y), (y, x))))
+
+    return make
+
+
+def scalar(target: Target, *after: Any) -> Maker:
+    """A tensor overload called with a Python number."""
+    return lambda p: Case(target, (p.x(*p.shape(0, 3)), 2.5, *after))
+
+
+def with_alpha(target: Target) -> Maker:
+    def make(p: Pick) -> Case:
+        x = p.x(*p.shape(0, 3))
+        return Case(target, (x, p.like(x)), {"alpha": p.one((1, 3))})
+
+    return make
+
+
+def mixed(target: Target) -> Maker:
+    """A number tensor with a mask or an integer tensor."""
+
+    def make(p: Pick) -> Case:
+        shape = p.shape(0, 3)
+        divisor = target is aten.div.Tensor
+        mask = p.bools(*shape) | divisor
+        other = p.one((mask, p.ints(5, *shape) + 1, p.ints(5) + 1))
+        return Case(target, p.one(((p.x(*shape), other), (other, other))))
+
+    return make
+
+
+def where(p: Pick) -> Case:
+    shape = p.shape(0, 3)
+    x, y = p.x(*p.broadcast(shape)), p.x(*p.broadcast(shape))
+    mask = p.bools(*p.broadcast(shape))
+    form = p.number(0, 3)
+    if form == 0:
+        return Case(aten.where.ScalarOther, (mask, x, 0.5))
+    if form == 1:
+        return Case(aten.where.ScalarSelf, (mask, 0.5, x))
+    return Case(aten.where.self, (mask, x, p.one((x, y))))
+
+
+def masked_fill(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    mask = p.bools(*p.broadcast(x.shape))
+    if p.flag():
+        return Case(aten.masked_fill.Tensor, (x, mask, p.x()))
+    return Case(aten.masked_fill.Scalar, (x, mask, -1e9))
+
+
+def ternary(target: Target) -> Maker:
+    def make(p: Pick) -> Case:
+        shape = p.shape(0, 3)
+        tensors = [p.positive(*p.broadcast(shape)) for _ in range(3)]
+        return Case(target, tuple(tensors))
+
+    return make
+
+
+def cast(p: Pick) -> Case:
+    shape = p.shape(0, 3)
+    x = p.one((p.x(*shape) * 3, p.ints(3, *shape), p.bools(*shape)))
+    dtype = p.one((torch.float64, torch.int64, torch.int32, torch.bool))
+    if p.flag():
+        return Case(aten._to_copy.default, (x,), {"dtype": dtype})
+    return Case(aten.to.dtype, (x, dtype))
+
+
+def cast_as(target: Target) -> Maker:
+    """``other`` gives only its type; its shape has nothing to do with the operand's."""
+
+    def make(p: Pick) -> Case:
+        x, other = p.x(*p.shape(0, 3)), p.one((p.x, p.bools))(*p.shape(0, 3))
+        return Case(target, (x, p.one((x, other))))
+
+    return make

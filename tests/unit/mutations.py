@@ -1,0 +1,356 @@
+"""Copies of a program that are changed in one place, for the verifier to refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpar.ops import conversion, is_conversion, signature
+from graphpar.passes.rules import local_call, tensor_arguments
+from graphpar.program import (
+    Program,
+    TensorSpec,
+    annotate,
+    copy_graph,
+    copy_program,
+    derive,
+    info,
+    is_getitem,
+    outputs,
+    placeholders,
+    tensor_spec,
+)
+from graphpar.types import CONVERSIONS, I, P, R, Shard, Type, divides, letter
+from graphpar.verify import MESH_DIM, _derive, operand_types, result_types
+
+aten = torch.ops.aten
+Place = tuple[str, str]
+"""A block, or "" for the root, and the name of a node in it."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    kind: str
+    what: str
+    program: Program
+
+
+def find(program: Program, place: Place) -> fx.Node:
+    block, name = place
+    graph = program.blocks[block] if block else program.graph
+    return next(n for n in graph.nodes if n.name == name)
+
+
+def places(program: Program, wanted: Callable[[fx.Node], object]) -> list[Place]:
+    return [(block, n.name) for block, graph in program.graphs() for n in graph.nodes if wanted(n)]
+
+
+def conversions(program: Program) -> list[Place]:
+    return places(program, lambda n: is_conversion(n.target))
+
+
+def copied(program: Program, *blocks: str) -> Program:
+    """The program with copies of some of its graphs."""
+    graphs = dict(program.graphs())
+    return program.with_graphs({name: copy_graph(graphs[name])[0] for name in blocks})
+
+
+def changed(program: Program, place: Place, change: Callable[[fx.Node], object]) -> Program:
+    """The program with one node changed."""
+    program = copied(program, place[0])
+    change(find(program, place))
+    return program
+
+
+def types_of(node: fx.Node) -> tuple[Any, Any]:
+    """The types that a conversion node goes between."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return signature(node.target, node.args[1:])
+
+
+# --- one conversion changed ---------------------------------------------------------------------
+
+
+def removed(node: fx.Node) -> None:
+    """Users read the conversion's input."""
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def doubled(node: fx.Node) -> None:
+    """Users read the conversion of the conversion."""
+    with node.graph.inserting_after(node):
+        again = derive(node.graph, node.target, node.args, like=node, origin="mutant")
+    node.replace_all_uses_with(again)
+    again.args = (node, *node.args[1:])
+
+
+def become(node: fx.Node, source: Type, target: Type) -> None:
+    """The conversion goes between other types, and says so."""
+    node.target, args = conversion(source, target, MESH_DIM)
+    node.args = (node.args[0], *args)
+    annotate(node, type=target)
+
+
+def moved_down(node: fx.Node) -> None:
+    """The conversion's one user runs before it."""
+    (user,) = node.users
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    user.replace_input_with(node, value)
+    user.append(node)
+    user.replace_all_uses_with(node, lambda n: n is not node)
+    node.args = (user, *node.args[1:])
+    annotate(node, spec=tensor_spec(user))
+
+
+def can_move_down(node: fx.Node) -> bool:
+    users = list(node.users)
+    return is_conversion(node.target) and len(users) == 1 and _is_plain(users[0])
+
+
+def moved_up(node: fx.Node) -> None:
+    """The op that makes the conversion's input runs after it, on its first operand converted."""
+    made = node.args[0]
+    assert isinstance(made, fx.Node)
+    operand = tensor_arguments(made)[0]
+    node.replace_all_uses_with(made)
+    node.args = (operand, *node.args[1:])
+    annotate(node, spec=tensor_spec(operand))
+    made.replace_input_with(operand, node)
+    made.prepend(node)
+
+
+def can_move_up(node: fx.Node) -> bool:
+    made = node.args[0] if is_conversion(node.target) else None
+    return (
+        isinstance(made, fx.Node)
+        and _is_plain(made)
+        and len(made.users) == 1
+        and len(tensor_arguments(made)) > 0
+    )
+
+
+def _is_plain(node: fx.Node) -> bool:
+    op = isinstance(node.target, torch._ops.OpOverload) and not is_conversion(node.target)
+    return op and isinstance(info(node).spec, TensorSpec)
+
+
+def shards(shape: tuple[int, ...], ranks: int, *like: Any) -> list[Shard]:
+    """Ways to cut a tensor: each dimension in one block and in two, and those of ``like``."""
+    found = [kind for kind in like if isinstance(kind, Shard) and kind.dim < len(shape)]
+    for dim, size in enumerate(shape):
+        found += [Shard(dim, (size,)), Shard(dim, (size // 2, size - size // 2))]
+    return [s for s in dict.fromkeys(found) if min(s.blocks) > 0 and divides(s, ranks)]
+
+
+def pairs(node: fx.Node, ranks: int) -> Iterator[tuple[Type, Type]]:
+    """All pairs of types that the table of conversions knows for this tensor."""
+    cuts = shards(tensor_spec(node).shape, ranks, *types_of(node))
+    every: dict[str, list[Any]] = {"I": [I], "R": [R], "P": [P], "S": list(cuts)}
+    for source, target in CONVERSIONS:
+        for a in every[source]:
+            yield from ((a, b) for b in every[target] if a != b)
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+
+def mutants_of_conversions(program: Program) -> Iterator[Mutant]:
+    """Each conversion removed, doubled, moved, of other types, of another group, said to give
+    another type; each two of them exchanged. All again with the types behind it re-derived, so
+    that nothing is refused only because the declared types are stale."""
+    found = conversions(program)
+    for place in found:
+        node = find(program, place)
+        own = types_of(node)
+        edits: list[tuple[str, str, Callable[[fx.Node], object]]] = [
+            ("removed", "", removed),
+            ("doubled", "", doubled),
+        ]
+        for pair in pairs(node, program.ranks):
+            if pair != own:
+                edits.append(
+                    ("mistyped", f"{pair[0]} → {pair[1]}", lambda n, p=pair: become(n, *p))
+                )
+        if can_move_down(node):
+            edits.append(("moved down", "", moved_down))
+        if can_move_up(node):
+            edits.append(("moved up", "", moved_up))
+        for kind, what, edit in edits:
+            mutant = Mutant(kind, f"{place} {what}", changed(program, place, edit))
+            yield mutant
+            if kind != "mistyped" or letter(pair_of(mutant, place)[0]) == letter(own[0]):
+                yield rederived(mutant, program)
+        for group in ("dp", ""):
+            other = changed(program, place, lambda n, g=group: _set_group(n, g))
+            yield Mutant("other group", f"{place} {group!r}", other)
+        for kind in (I, R, P, *shards(tensor_spec(node).shape, program.ranks)):
+            if kind != info(node).type:
+                lie = changed(program, place, lambda n, k=kind: annotate(n, type=k))
+                yield Mutant("declared", f"{place} {kind}", lie)
+    for one, other in combinations(found, 2):
+        a, b = find(program, one), find(program, other)
+        if (a.target, a.args[1:]) != (b.target, b.args[1:]):
+            mutant = Mutant("exchanged", f"{one} and {other}", exchanged(program, one, other))
+            yield mutant
+            yield rederived(mutant, program)
+
+
+def pair_of(mutant: Mutant, place: Place) -> tuple[Any, Any]:
+    return types_of(find(mutant.program, place))
+
+
+def _set_group(node: fx.Node, group: str) -> None:
+    node.args = (*node.args[:-1], group)
+
+
+def exchanged(program: Program, one: Place, other: Place) -> Program:
+    program = copied(program, one[0], other[0])
+    a, b = find(program, one), find(program, other)
+    a.target, b.target = b.target, a.target
+    a.args, b.args = (a.args[0], *b.args[1:]), (b.args[0], *a.args[1:])
+    for node in (a, b):
+        annotate(node, type=types_of(node)[1])
+    return program
+
+
+def mutants_of_state(program: Program) -> Iterator[Mutant]:
+    """Each parameter, buffer and constant of another type, alone and with all that reads it."""
+    for name, state in program.state.items():
+        for kind in (I, R, P, *shards(state.spec.shape, program.ranks)):
+            if kind == state.type:
+                continue
+            copy = replace(program, state={**program.state, name: replace(state, type=kind)})
+            yield Mutant("state", f"{name} {kind}", copy)
+            copy = copy_program(copy)
+            for block, graph in copy.graphs():
+                for node in graph.nodes:
+                    if node.op == "get_attr" and name in copy.state_names(block, node):
+                        annotate(node, type=kind)
+            yield rederived(Mutant("state", f"{name} {kind} where read", copy), program)
+
+
+def mutants_of_inputs(program: Program) -> Iterator[Mutant]:
+    for place in places(program, lambda n: n.op == "placeholder"):
+        node = find(program, place)
+        for kind in (I, R, P, *shards(tensor_spec(node).shape, program.ranks)):
+            if kind != info(node).type:
+                other = changed(program, place, lambda n, k=kind: annotate(n, type=k))
+                mutant = Mutant("input", f"{place} {kind}", other)
+                yield mutant
+                if not place[0]:  # a block's inputs have the types of what is given to it
+                    yield rederived(mutant, program)
+
+
+def mutants_of_arguments(program: Program) -> Iterator[Mutant]:
+    """Each local size argument as it was for the whole tensor, and each size one off."""
+    for place in places(program, lambda n: info(n).whole_call is not None):
+        node = find(program, place)
+        whole = changed(program, place, _as_whole)
+        yield Mutant("size", f"{place} of the whole", whole)
+        for index, argument in enumerate(node.args):
+            for step in (-1, 1):
+                if isinstance(argument, (list, tuple)) and isinstance(argument[0], int):
+                    for at in range(len(argument)):
+                        sizes = list(argument)
+                        sizes[at] += step
+                        yield _with_argument(program, place, index, sizes)
+                elif isinstance(argument, int) and not isinstance(argument, bool):
+                    yield _with_argument(program, place, index, argument + step)
+
+
+def _as_whole(node: fx.Node) -> None:
+    call = info(node).whole_call
+    assert call is not None
+    node.args, node.kwargs = call
+
+
+def _with_argument(program: Program, place: Place, index: int, value: Any) -> Mutant:
+    def change(node: fx.Node) -> None:
+        node.args = (*node.args[:index], value, *node.args[index + 1 :])
+
+    return Mutant("size", f"{place} argument {index} is {value}", changed(program, place, change))
+
+
+def mutants_of_biases(program: Program) -> Iterator[Mutant]:
+    """Each bias of a row-parallel product added before the reduction, on every rank."""
+
+    def is_bias(node: fx.Node) -> bool:
+        first = node.args[0] if node.target is aten.add.Tensor else None
+        return isinstance(first, fx.Node) and is_conversion(first.target) and (
+            types_of(first)[0] == P
+        )
+
+    for place in places(program, is_bias):
+
+        def early(node: fx.Node) -> None:
+            reduction = node.args[0]
+            assert isinstance(reduction, fx.Node)
+            product = reduction.args[0]
+            assert isinstance(product, fx.Node)
+            node.args = (product, *node.args[1:])
+            node.append(reduction)
+            node.replace_all_uses_with(reduction, lambda n: n is not reduction)
+            reduction.args = (node, *reduction.args[1:])
+            annotate(node, type=P)
+
+        mutant = Mutant("early bias", str(place), changed(program, place, early))
+        yield mutant
+        yield rederived(mutant, program)
+
+
+# --- types behind a change ----------------------------------------------------------------------
+
+
+def rederived(mutant: Mutant, original: Program) -> Mutant:
+    """The mutant with the types behind the change derived anew, as far as they can be, and local
+    arguments that fit them: a lie told consistently."""
+    program = copy_program(mutant.program)
+    known = {_row(node) for _, graph in original.graphs() for node in graph.nodes}
+    fresh = {n for _, graph in program.graphs() for n in graph.nodes if _row(n) not in known}
+    _rederive(program, "", program.graph, fresh)
+    return Mutant(f"{mutant.kind}, re-derived", mutant.what, program)
+
+
+def _row(node: fx.Node) -> tuple[Any, ...]:
+    return node.name, node.target, str(node.args), info(node).type
+
+
+def _rederive(program: Program, block: str, graph: fx.Graph, fresh: set[fx.Node]) -> None:
+    """Derive the nodes that are fresh or behind those whose types change."""
+    for node in graph.nodes:
+        before = info(node).type
+        if node.op == "call_module":
+            name = program.calls[str(node.target)]
+            body = program.blocks[name]
+            for entry, value in zip(placeholders(body), node.all_input_nodes, strict=True):
+                if info(entry).type != info(value).type:
+                    annotate(entry, type=info(value).type)
+                    fresh.add(entry)
+            _rederive(program, name, body, fresh)
+            kinds = tuple(info(value).type for value in outputs(body))
+            annotate(node, type=kinds)
+        elif node.op == "call_function" and not fresh.isdisjoint([node, *node.all_input_nodes]):
+            with suppress(Exception):  # it has no type there: the verifier says so
+                annotate(node, type=_derive(program, block, node))
+                _localize(program, node)
+        if info(node).type != before:
+            fresh.add(node)
+
+
+def _localize(program: Program, node: fx.Node) -> None:
+    if is_getitem(node) or is_conversion(node.target):
+        return
+    if info(node).whole_call is None:
+        annotate(node, whole_call=(node.args, node.kwargs))
+    operands, results = operand_types(node), result_types(node)
+    node.args, node.kwargs = local_call(node, operands, results, program.ranks)
