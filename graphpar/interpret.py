@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,11 +34,18 @@ def run(program: Program, state: Mapping[str, Tensor], leaves: Sequence[Any]) ->
         except KeyError:
             raise InternalError(f"the program reads {name}, which is not in the state") from None
 
+    with autocast_off():
+        return _run_graph(program, "", [leaves[i] for i in program.placeholders], read)
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """No autocast: traced programs hold their casts."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        return _run_graph(program, "", [leaves[i] for i in program.placeholders], read)
+        yield
 
 
 def _run_graph(

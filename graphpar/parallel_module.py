@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphpar.errors import GraphparError, InputError, MeshError
+from graphpar.interpret import autocast_off
 from graphpar.mesh import process_count
 from graphpar.ops.agree import check_agreement
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
@@ -147,7 +148,8 @@ class ParallelModule(Container):
         variant = self._variants.get(key) or self.prepare(args, kwargs)
         program = variant.program
         leaves, _ = flatten(args, kwargs)
-        results = variant.forward(self._roots[0], *select(leaves, program))
+        with autocast_off():
+            results = variant.forward(self._roots[0], *select(leaves, program))
         count = len(results) - len(program.mutations)
         if program.mutations:
             write_buffers(self, dict(zip(program.mutations, results[count:], strict=True)))

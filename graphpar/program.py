@@ -276,5 +276,9 @@ def program_hash(program: Program) -> str:
             digest.update(row.encode())
     for name, state in program.state.items():
         digest.update(f"{name} {state.names} {state.kind} {state.spec} {state.type}".encode())
+    for name, value in program.constants.items():
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        if value.device.type != "meta":
+            digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     digest.update(repr((sorted(program.calls.items()), program.mutations)).encode())
     return digest.hexdigest()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -60,7 +61,7 @@ def reduce_scatter(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Te
 
 def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
     """Whether reduce_scatter_tensor would all-reduce the whole tensor, at twice the traffic."""
-    return device.type == "cpu" and group._get_backend(device).name() == "gloo"
+    return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def all_to_all(

@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.export import _trace
+from torch.fx.proxy import TracerBase
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
-from graphpar.trace.where import trace_error, user_line
+from graphpar.trace.where import is_users, trace_error, user_line
 
 _SHAPES_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 _TORCH_ROOT = str(Path(torch.__file__).parent)
@@ -134,7 +135,18 @@ def _export_itself() -> list[Patch]:
     def unchanged(graph: Any, signature: Any) -> Any:
         return graph, signature
 
+    keep_forwards = TracerBase._filter_traceback_frames
+
+    def innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        users = [frame for frame in frames[start:] if is_users(frame.filename)]
+        if not users:
+            return keep_forwards(tracer, frames)
+        return traceback.StackSummary.from_list(users[-1:])
+
     return [
+        # Export keeps the frames of forwards; the user's line may be in a function they call.
+        (TracerBase, "_filter_traceback_frames", innermost),
         # Prints the graph of a trace that failed.
         (_trace, "print", lambda *args, **kwargs: None),
         # As of torch 2.13 these lose a no_grad inside an autocast, and the like. Without them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,10 +26,17 @@ def trace_error(message: str, source: Source | None) -> TraceError:
     return error
 
 
+@cache
+def is_users(file: str) -> bool:
+    """Whether a file is outside torch, graphpar, generated code and the standard library."""
+    folder = Path(file).parent
+    package = folder.parent if folder.name not in ("site-packages", "dist-packages") else folder
+    return not file.startswith(LIBRARY_ROOTS) and _STANDARD_LIBRARY not in (folder, package)
+
+
 def user_line(frames: Sequence[traceback.FrameSummary]) -> Source | None:
-    """The innermost of ``frames`` that is outside torch, graphpar and the standard library."""
+    """The innermost of ``frames`` that is the user's."""
     for frame in reversed(frames):
-        ours = frame.filename.startswith(LIBRARY_ROOTS)
-        if not ours and _STANDARD_LIBRARY not in (*Path(frame.filename).parents[:2],):
+        if is_users(frame.filename):
             return Source(frame.filename, frame.lineno or 0)
     return None

@@ -61,15 +61,14 @@ class Call:
 class OpRule:
     """What a rule answers; see :class:`graphpar.axes.OpAxes` for the meaning of the fields.
 
-    ``whole`` keeps all axes within its terms whole; ``joints`` only forbid to cut a concatenation
-    without regard to its parts. ``made`` are the new axes that the op can make in parts: any
-    other axis of a result that no operand has stays whole. ``local`` gives the local value of
-    size arguments by name.
+    ``whole`` keeps all axes within its terms whole. An axis that only operands have cannot be cut
+    unless it is ``contracted``, and one that only results have (a concatenation of operands is
+    one) unless it is among ``made``, the axes that the op can make in parts. ``local`` gives the
+    local value of size arguments by name.
     """
 
     results: list[TermDims]
     whole: TermDim = field(default_factory=list)
-    joints: TermDim = field(default_factory=list)
     contracted: TermDim = field(default_factory=list)
     made: TermDim = field(default_factory=list)
     partial: Sequence[set[int]] = ()

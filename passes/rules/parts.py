@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphpar.axes import TermDim, TermDims, concat, flatten, fresh, segments, unify
+import torch
+
+from graphpar.axes import Term, TermDim, TermDims, concat, fresh, segments, unify
 from graphpar.passes.rules.call import Call, Operand, OpRule, Shape
 from graphpar.passes.rules.einsum import new_axis
 from graphpar.passes.rules.views import LINEAR
@@ -12,17 +14,10 @@ from graphpar.passes.rules.views import LINEAR
 
 def _take_apart(x: Operand, dim: int, sizes: Sequence[int]) -> tuple[list[TermDims], OpRule]:
     """The tensor's consecutive segments along ``dim``, and a rule still without results."""
-    outer = flatten(x.dims[dim])
-    if len(sizes) == 1:
-        return [x.dims], OpRule([], partial=LINEAR)
-    pieces = segments(x.dims[dim], sizes)
+    pieces, whole = segments(x.dims[dim], sizes), list[Term]()
     if pieces is None:
-        pieces = fresh(sizes)
-        rule = OpRule([], whole=[*outer, *(t for p in pieces for t in p)], partial=LINEAR)
-    else:
-        # Where one factor remains, only its parts may be cut; where the first of several was
-        # cut into segments, that factor may not.
-        rule = OpRule([], joints=outer[:1], partial=LINEAR)
+        pieces, whole = fresh(sizes), list(x.dims[dim])
+    rule = OpRule([], whole=whole, partial=LINEAR)
     return [[*x.dims[:dim], piece, *x.dims[dim + 1 :]] for piece in pieces], rule
 
 
@@ -34,11 +29,7 @@ def split(call: Call) -> OpRule:
 
     def local_sizes(_: list[Shape], results: list[Shape]) -> object:
         sizes = [shape[dim] for shape in results]
-        return (
-            sizes
-            if isinstance(call.get("split_size", call.get("split_sizes")), list)
-            else (sizes[0])
-        )
+        return sizes[0] if call.target is torch.ops.aten.split.Tensor else sizes
 
     names = ("split_size", "split_sizes")
     rule.local = {name: local_sizes for name in names if name in call.named}
@@ -100,11 +91,7 @@ def cat(call: Call) -> OpRule | None:
     stuck = _tie_others(xs, skip=dim)
     out = list(xs[0].dims)
     out[dim] = concat([x.dims[dim] for x in xs]) if len(xs) > 1 else out[dim]
-    return OpRule([out], whole=stuck, joints=_joints(out[dim], xs), partial=[_all(xs)])
-
-
-def _joints(dim: TermDim, xs: list[Operand]) -> TermDim:
-    return list(dim) if len(xs) > 1 else []
+    return OpRule([out], whole=stuck, partial=[_all(xs)])
 
 
 def stack(call: Call) -> OpRule:

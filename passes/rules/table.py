@@ -177,8 +177,7 @@ def freeze(freezer: Freezer, call: Call, rule: OpRule | None) -> OpAxes:
         return OpAxes(operands, fresh_results, opaque=True)
     results = tuple(freezer.dims(dims) for dims in rule.results)
     known = _axes_in(operands) | freezer.all_axes(rule.made)
-    joints = frozenset(freezer.axis(term) for term in rule.joints)
-    whole = freezer.all_axes(rule.whole) | joints | (_axes_in(results) - known)
+    whole = freezer.all_axes(rule.whole) | (_axes_in(results) - known)
     return OpAxes(
         operands,
         results,

@@ -10,12 +10,12 @@ import pytest
 
 from tests.cli.conftest import Command
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "nanogpt"])
 def test_a_model_verifies(name: str, graphpar: Command) -> None:
-    file = EXAMPLES / f"{name}.py"
+    file = ROOT / "examples" / f"{name}.py"
     found = graphpar("verify", f"{file}:model", "--tp", 4, "--sp")
     assert (found.code, found.err) == (0, "")
     assert "equivalent: " in found.out
@@ -23,19 +23,37 @@ def test_a_model_verifies(name: str, graphpar: Command) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "nanogpt"])
 def test_the_docstring_names_the_file(name: str) -> None:
-    assert f" examples/{name}.py:model --tp " in (EXAMPLES / f"{name}.py").read_text()
+    assert f" examples/{name}.py:model --tp " in (ROOT / "examples" / f"{name}.py").read_text()
 
 
-def test_train() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+def torchrun(script: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", EXAMPLES / "train.py"],
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)},
+        [*command, "--nproc-per-node", "2", "--local-ranks-filter", "0", script],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert run.returncode == 0, run.stderr
-    losses = re.findall(r"^step (\d): loss (\d\.\d+), gradient norm \d", run.stdout, re.MULTILINE)
+    return run.stdout
+
+
+def test_train() -> None:
+    losses = re.findall(
+        r"^step (\d): loss (\d\.\d+), gradient norm \d",
+        torchrun(ROOT / "examples" / "train.py"),
+        re.MULTILINE,
+    )
     assert [step for step, _ in losses] == list("01234")
     assert all(5 < float(loss) < 6 for _, loss in losses)
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(text.partition("```python\n")[2].partition("```")[0])
+    steps = [line.split() for line in torchrun(script).splitlines()]
+    assert [step for step, _ in steps] == list("0123456789")
+    losses = [float(loss) for _, loss in steps]
+    assert losses[-1] < 4.5 < 5.5 < losses[0]

@@ -50,7 +50,7 @@ def _train(name: str, sp: bool) -> dict[str, float]:
     pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in (parallel, twin)]
     for seed in range(2):
         losses, norms = [], []
-        for module, optimizer in pairs:
+        for module, _ in pairs:
             torch.manual_seed(seed)
             loss = zoo.loss_of(module(**kwargs))
             loss.backward()

@@ -163,7 +163,7 @@ def index_select(p: Pick) -> Case:
 
 def index(p: Pick) -> Case:
     """One to three index tensors that broadcast, apart or side by side, and a mask at times."""
-    x = p.x(*p.shape(1, 4))
+    x = p.x(*(p.shape(1, 4) if p.flag() else p.shape(4, 4)))
     if p.number(0, 9) == 0:
         return Case(aten.index.Tensor, (x, [p.bools(*x.shape[: p.number(1, x.dim())])]))
     places = p.some(range(x.dim()))[:3]

@@ -177,3 +177,12 @@ def stack(p: Pick) -> Case:
     x = p.x(*p.shape(0, 3))
     tensors = [x, *(p.like(x) for _ in range(p.number(0, 3)))]
     return Case(aten.stack.default, (tensors, p.dim(x.dim() + 1)))
+
+
+def view_as_complex(p: Pick) -> Case:
+    return Case(aten.view_as_complex.default, (p.x(*p.shape(0, 3), 2),))
+
+
+def view_as_real(p: Pick) -> Case:
+    shape = p.shape(0, 3)
+    return Case(aten.view_as_real.default, (torch.complex(p.x(*shape), p.x(*shape)),))

@@ -68,6 +68,8 @@ CASES: Mapping[Target, Maker | tuple[Maker, ...]] = {
     aten.expand.default: shapes.expand,
     aten.repeat.default: shapes.repeat,
     aten.repeat_interleave.self_int: shapes.repeat_interleave,
+    aten.view_as_complex.default: shapes.view_as_complex,
+    aten.view_as_real.default: shapes.view_as_real,
     aten.split.Tensor: shapes.split(aten.split.Tensor),
     aten.split_with_sizes.default: shapes.split(aten.split_with_sizes.default),
     aten.split.sizes: shapes.split(aten.split.sizes),

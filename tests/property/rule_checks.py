@@ -222,6 +222,8 @@ class Checker:
             return torch.randn(shape, generator=self.generator, dtype=dtype)
         if dtype == torch.bool:
             return torch.rand(shape, generator=self.generator) < 0.5
+        if dtype.is_complex:
+            return torch.randn(tuple(shape), generator=self.generator, dtype=dtype)
         return torch.randint(-9, 9, tuple(shape), generator=self.generator, dtype=dtype)
 
     def _run(

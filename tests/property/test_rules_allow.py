@@ -195,6 +195,12 @@ ALLOWED: list[tuple[Target, tuple[Any, ...], dict[str, Any], str]] = [
         {},
         "R S0 R -> S1, R R S0 -> S0, S1 R R -> S2, P R R -> P",
     ),
+    (
+        aten.index.Tensor,
+        (x(2, 3, 4, 5), [None, i(6), None, i(6)]),
+        {},
+        "S0 R R -> S1, R S0 S0 -> S0, S2 R R -> S2, P R R -> P",
+    ),
     (aten.scatter_add.default, (x(2, 6), 1, i(2, 4), x(2, 4)), {}, "S0 S0 S0 -> S0, P R P -> P"),
     (aten.scatter.value, (x(2, 6), 1, i(2, 1), 1.0), {}, "S0 S0 -> S0"),
     (aten.index_add.default, (x(6, 8), 0, i(4), x(4, 8)), {}, "S1 R S1 -> S1, P R P -> P"),

@@ -24,7 +24,7 @@ class Net(nn.Module):
         self.down = nn.Linear(inner, width)
 
     def forward(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | None = None) -> Tensor:
-        y = self.down(F.gelu(self.up(x))) * scale
+        y: Tensor = self.down(F.gelu(self.up(x))) * scale
         return y if shift is None else y + shift
 
 
@@ -60,14 +60,14 @@ def test_the_original_is_untouched() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in model.parameters())
-    assert not torch.equal(parallel.up.weight, model.up.weight)
+    assert not torch.equal(parallel.get_parameter("up.weight"), model.up.weight)
 
 
 def test_call_conventions() -> None:
     model = net()
     parallel = graphpar.transform(model, (x(),), tp=1)
     value, shift = x(), x()
-    for args, kwargs in (
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((value,), {}),
         ((), {"x": value}),
         ((value, 2.0), {}),
@@ -75,8 +75,8 @@ def test_call_conventions() -> None:
         ((value,), {"scale": 3.0, "shift": shift}),
         ((x(5),), {}),
         ((value,), {"shift": value}),
-    ):
-        kwargs: dict[str, Any]
+    ]
+    for args, kwargs in calls:
         assert torch.equal(parallel(*args, **kwargs), model(*args, **kwargs))
 
 
@@ -111,7 +111,8 @@ def test_dataclasses_branches_buffers_and_modes() -> None:
         value, mask = torch.randn(size, 8), torch.rand(size, 8) < 0.5
         twin.train(training)
         parallel.train(training)
-        for kwargs in ({}, {"mask": mask, "details": details}):
+        calls: list[dict[str, Any]] = [{}, {"mask": mask, "details": details}]
+        for kwargs in calls:
             torch.manual_seed(1)
             expected = twin(value, **kwargs)
             torch.manual_seed(1)
@@ -136,7 +137,8 @@ def test_tied_parameters_stay_one() -> None:
             return out
 
     parallel = graphpar.transform(Tied(), (torch.tensor([[1, 2]]),), tp=1)
-    assert parallel.embedding.weight is parallel.head.weight
+    embedding = parallel.get_parameter("embedding.weight")
+    assert embedding is parallel.get_parameter("head.weight")
     assert set(parallel.state_dict()) == {"embedding.weight", "head.weight"}
     assert len(list(parallel.parameters())) == 1
 
@@ -146,8 +148,8 @@ def test_frozen_parameters_stay_frozen() -> None:
     model.up.weight.requires_grad_(False)
     parallel = graphpar.transform(model, (x(),), tp=1)
     parallel(x()).sum().backward()
-    assert parallel.up.weight.grad is None
-    assert parallel.down.weight.grad is not None
+    assert parallel.get_parameter("up.weight").grad is None
+    assert parallel.get_parameter("down.weight").grad is not None
 
 
 def test_first_call_traces_where_no_example_is_known() -> None:
@@ -181,7 +183,7 @@ def test_hooks_on_blocks_run() -> None:
 
     parallel = graphpar.transform(Stack().double(), (x(),), tp=1)
     seen: list[int] = []
-    parallel.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    parallel.get_submodule("layers.1").register_forward_hook(lambda *_: seen.append(1))
     parallel(x())
     assert seen == [1]
 
@@ -208,7 +210,7 @@ def test_a_submodule_may_have_any_name() -> None:
 
 def test_a_plan_can_be_read_without_processes(capsys: pytest.CaptureFixture[str]) -> None:
     parallel = graphpar.transform(net(), (x(),), tp=4)
-    assert list(parallel.stages)[0] == "trace"
+    assert next(iter(parallel.stages)) == "trace"
     assert list(parallel.stages)[-1] == "localize"
     assert "ops.all_reduce" in parallel.print_readable()
     assert "ops.all_reduce" in capsys.readouterr().out
@@ -229,7 +231,7 @@ def test_bad_tp(tp: Any) -> None:
 
 
 def test_bad_model_and_flags() -> None:
-    with pytest.raises(InputError, match="must be a torch.nn.Module, not function"):
+    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module, not function"):
         graphpar.transform(lambda x: x, tp=2)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="sp must be a bool"):
         graphpar.transform(net(), (x(),), tp=2, sp="yes")  # type: ignore[arg-type]
@@ -298,3 +300,14 @@ def test_unknown_pass_and_option() -> None:
         step("outline", depth=1)
     with pytest.raises(InputError, match="cannot read the pipeline"):
         parse_pipeline("outline}{")
+
+
+def test_autocast_is_part_of_the_trace() -> None:
+    model = net().float()
+    parallel = graphpar.transform(model, (x().float(),), tp=1)
+    value = x().float()
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found, expected = parallel(value), model(value)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)

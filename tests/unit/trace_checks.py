@@ -1,0 +1,82 @@
+"""Helpers of the tests of trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphpar.interpret import model_state, run
+from graphpar.program import Program
+from graphpar.trace import bind, flatten, trace, unflatten
+
+
+def call(program: Program, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The program's outputs in the model's structure; mutated buffers are written."""
+    leaves, _ = flatten(*bind(model, args, kwargs))
+    results = run(program, model_state(model), leaves)
+    count = len(results) - len(program.mutations)
+    buffers = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, value in zip(program.mutations, results[count:], strict=True):
+            buffers[name].copy_(value)
+    return unflatten(results[:count], program.out_spec)
+
+
+def check(model: nn.Module, *args: Any, **kwargs: Any) -> Program:
+    """Trace and run; outputs, gradients and buffers are bitwise the original's."""
+    model.zero_grad(set_to_none=True)
+    original = copy.deepcopy(model) if _copyable(model) else model
+    program = trace(model, args, kwargs)
+    torch.manual_seed(1)
+    expected = pytree.tree_leaves(original(*args, **kwargs))
+    torch.manual_seed(1)
+    found = pytree.tree_leaves(call(program, model, *args, **kwargs))
+    for a, b in zip(found, expected, strict=True):
+        assert type(a) is type(b)
+        assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b
+    losses = [
+        sum(x.double().pow(2).sum() for x in leaves if isinstance(x, Tensor) and x.requires_grad)
+        for leaves in (found, expected)
+    ]
+    if isinstance(losses[1], Tensor):
+        for loss in losses:
+            assert isinstance(loss, Tensor)
+            loss.backward()
+    pairs = zip(model.named_parameters(), original.parameters(), strict=True)
+    for (name, a), b in pairs:
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad), name
+    for (name, a), b in zip(model.named_buffers(), original.buffers(), strict=True):
+        assert torch.equal(a, b), name
+    return program
+
+
+def _copyable(model: nn.Module) -> bool:
+    return all(
+        t.is_leaf for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor)
+    )
+
+
+def targets(program: Program) -> list[str]:
+    return [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+
+
+class Lambda(nn.Module):
+    """``fn(self, *args)``, with a linear layer ``a`` and its tied twin ``b``."""
+
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor, y: Any = None, *, flag: bool = True) -> Any:
+        return self.fn(self, x, y, flag)
+
+
+def x_(*shape: int) -> Tensor:
+    return torch.randn(shape or (2, 8))
