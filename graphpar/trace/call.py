@@ -88,8 +88,9 @@ def flatten(
 def call_key(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Hashable:
     """Equal for two calls that trace to the same program: a key for a cache of traces.
 
-    It holds the structure, each tensor's shape, dtype and device, each other leaf's type and
-    value, and the ambient autocast state. Leaves that cannot be hashed count by identity.
+    It holds the structure, each tensor's shape, dtype, device and whether it wants a gradient,
+    each other leaf's type and value, and the ambient autocast state. Leaves that cannot be hashed
+    count by identity.
     """
     leaves, spec = flatten(args, kwargs)
     return (spec, tuple(map(_leaf_key, leaves)), autocast_state())
@@ -97,7 +98,7 @@ def call_key(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Ha
 
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return (tuple(map(int, leaf.shape)), leaf.dtype, leaf.device)
+        return (tuple(map(int, leaf.shape)), leaf.dtype, leaf.device, leaf.requires_grad)
     try:
         hash(leaf)
     except TypeError:

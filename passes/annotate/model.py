@@ -173,7 +173,7 @@ class Model:
         if state.kind == "parameter":
             shards = self._shards(node, self.candidates.features)
             types += [s for s in shards if len(set(s.blocks)) == 1]
-        if not state.spec.differentiable:
+        elif not state.spec.differentiable:
             types.append(R)
         if name in self.state_types:
             types = [self.state_types[name]]

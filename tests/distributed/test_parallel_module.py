@@ -70,9 +70,8 @@ def _train(name: str, sp: bool) -> dict[str, float]:
     full = parallel.full_state_dict()
     for key, value in twin.state_dict().items():
         worst["parameter"] = max(worst["parameter"], (full[key] - value).abs().max().item())
-        own = parallel.state_dict()[key]
-        assert isinstance(own, DTensor)
-        assert torch.equal(own.full_tensor(), full[key]), key
+        assert torch.equal(_whole(parallel.state_dict()[key]), full[key]), key
+    assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters())
     _other_calls(parallel, twin, kwargs)
     parallel.load_state_dict(model.state_dict())
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in parallel.full_state_dict().items())

@@ -116,8 +116,8 @@ def structure(pick: Pick, size: int, pool: list[TermDim]) -> TermDim:
     """An axis, a product, consecutive parts, or the axes of another dimension."""
     same = [dim for dim in pool if dim and size_of(dim) == size]
     kind = pick.number(0, 6)
-    if size == 1:
-        return []
+    if size < 2:
+        return [] if size else [Term(0)]
     if kind == 1 and same:
         return pick.one(same)
     if kind in (2, 3):

@@ -124,6 +124,13 @@ class PairLoss(nn.Module):
         return self.function(x, y, reduction=self.reduction)  # type: ignore[no-any-return]
 
 
+def _written(x: Tensor, n: int) -> Tensor:
+    y = x.clone()
+    y[..., :n] = 0.5
+    y[..., n:] *= 2.0
+    return y
+
+
 class Shaped(nn.Module):
     """An op without parameters; ``dim`` counts from the end."""
 
@@ -176,6 +183,16 @@ class Shaped(nn.Module):
         "shift": lambda x, dim, n: x + n,
         "neg": lambda x, dim, n: -x,
         "contiguous": lambda x, dim, n: x.transpose(0, dim).contiguous(),
+        "rows": lambda x, dim, n: x[torch.arange(n) % x.shape[0]],
+        "index_select": lambda x, dim, n: x.index_select(dim, torch.arange(n) % x.shape[dim]),
+        "sorted": lambda x, dim, n: x.gather(dim, x.argsort(dim)),
+        "tril": lambda x, dim, n: x.tril(),
+        "var": lambda x, dim, n: x.var(dim, unbiased=False),
+        "diff": lambda x, dim, n: x.diff(dim=dim),
+        "masked": lambda x, dim, n: x.masked_fill(x > 0.3, 0.0),
+        "glu": lambda x, dim, n: F.glu(x, dim),
+        "in_place": lambda x, dim, n: (x * 1.0).add_(n).mul_(0.5),
+        "written": lambda x, dim, n: _written(x, n),
         "qr": lambda x, dim, n: torch.linalg.qr(x).R,
     }
 

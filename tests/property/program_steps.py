@@ -12,6 +12,21 @@ from tests.property.program_layers import ACTIVATIONS, Attention, Linear, Norm, 
 from tests.property.program_nets import Body, Step
 from tests.property.program_parts import Pair, PairLoss, Shaped, Vector
 
+WHOLE = (  # what needs its dimension whole, or sums over it
+    "softmax",
+    "cumsum",
+    "amax",
+    "mean",
+    "sum_kept",
+    "logsumexp",
+    "log_softmax",
+    "topk",
+    "flip",
+    "var",
+    "roll",
+    "norm",
+    "strided",
+)
 REPEATABLE = ("linear", "norm", "mlp", "attention", "packed", "lora", "layers", "vector")
 
 
@@ -365,7 +380,27 @@ _WEIGHTED = tuple(drawer for weight, drawer in DRAWERS for _ in range(weight))
 
 def grow(d: Draft, steps: int) -> None:
     for _ in range(steps):
+        if d.rarely(4):
+            sandwich(d)
+            continue
         step = d.pick.one(_WEIGHTED)(d)
         if step is not None and d.rarely(10):
-            step = Step(step.part, step.inputs, step.options, d.pick.one(("all", "weight", "bias")))
+            frozen = d.pick.one(("all", "weight", "bias"))
+            step = Step(step.part, step.inputs, step.options, frozen)
         d.try_add(step)
+
+
+def sandwich(d: Draft) -> None:
+    """Something between two projections: the sharded axis, or addends, reach it."""
+    form = d.pick.one(WHOLE if d.pick.flag() else tuple(Shaped.FORMS))
+    fillings = (
+        Step("shaped", (), {"form": form, "dim": -1, "n": d.pick.one((1, 2, d.tp))}),
+        Step("activation", (), {"name": d.pick.one(tuple(ACTIVATIONS))}),
+        Step("norm", (), {"form": d.pick.one(Norm.FORMS)}),
+    )
+    if d.try_add(_linear(d)):
+        added = len(d.values) - 1
+        filling = d.pick.one(fillings)
+        d.try_add(Step(filling.part, (added,), filling.options))
+        if d.values[-1].is_floating_point() and d.values[-1].dim():
+            d.try_add(Step("linear", (len(d.values) - 1,), {"out": d.size()}))

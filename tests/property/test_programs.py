@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, example, given, seed, settings
 
 from graphpar.cost import CostModel
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.testing import compare
 from graphpar.trace import bind, trace
 from graphpar.types import Type
+from tests.property.program_nets import Body, Input, Step
 from tests.property.programs import Program, programs
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
@@ -67,6 +68,18 @@ def check(program: Program) -> None:
             raise
 
 
+MEAN_OVER_A_SHARDED_AXIS = Program(
+    inputs=(Input("grad", (2, 4, 6)),),
+    body=Body(
+        steps=(Step("linear", (0,), {"out": 8}), Step("norm", (1,), {"form": "by_hand"})),
+        outputs=(2,),
+    ),
+    tp=2,
+    seed=2,
+)
+
+
+@example(MEAN_OVER_A_SHARDED_AXIS)
 @given(program=programs())
 def test_random_programs_are_equivalent(program: Program) -> None:
     check(program)

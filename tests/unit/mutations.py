@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphpar.errors import VerifyError
 from graphpar.ops import conversion, is_conversion, signature
 from graphpar.passes.rules import local_call, tensor_arguments
 from graphpar.program import (
@@ -27,7 +27,9 @@ from graphpar.program import (
     tensor_spec,
 )
 from graphpar.types import CONVERSIONS, I, P, R, Shard, Type, divides, letter
-from graphpar.verify import MESH_DIM, _derive, operand_types, result_types
+from graphpar.verify.derive import MESH_DIM, derive_type
+from graphpar.verify.node import operand_types, result_types
+from graphpar.verify.types import check_state
 
 aten = torch.ops.aten
 Place = tuple[str, str]
@@ -44,7 +46,8 @@ class Mutant:
 def find(program: Program, place: Place) -> fx.Node:
     block, name = place
     graph = program.blocks[block] if block else program.graph
-    return next(n for n in graph.nodes if n.name == name)
+    found: fx.Node = next(n for n in graph.nodes if n.name == name)
+    return found
 
 
 def places(program: Program, wanted: Callable[[fx.Node], object]) -> list[Place]:
@@ -100,6 +103,14 @@ def become(node: fx.Node, source: Type, target: Type) -> None:
     annotate(node, type=target)
 
 
+def mistyped(program: Program, place: Place, source: Type, target: Type) -> Mutant:
+    def change(node: fx.Node) -> None:
+        become(node, source, target)
+
+    what = f"{place} {source} → {target}"
+    return Mutant("mistyped", what, changed(program, place, change))
+
+
 def moved_down(node: fx.Node) -> None:
     """The conversion's one user runs before it."""
     (user,) = node.users
@@ -145,10 +156,12 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def shards(shape: tuple[int, ...], ranks: int, *like: Any) -> list[Shard]:
-    """Ways to cut a tensor: each dimension in one block and in two, and those of ``like``."""
-    found = [kind for kind in like if isinstance(kind, Shard) and kind.dim < len(shape)]
-    for dim, size in enumerate(shape):
-        found += [Shard(dim, (size,)), Shard(dim, (size // 2, size - size // 2))]
+    """Ways to cut a tensor: each dimension in one block, and those of ``like`` in two."""
+    known = [kind for kind in like if isinstance(kind, Shard)]
+    found = [*known, *(Shard(dim, (size,)) for dim, size in enumerate(shape))]
+    for kind in known or [Shard(dim, ()) for dim in range(len(shape))]:
+        half = shape[kind.dim] // 2
+        found.append(Shard(kind.dim, (half, shape[kind.dim] - half)))
     return [s for s in dict.fromkeys(found) if min(s.blocks) > 0 and divides(s, ranks)]
 
 
@@ -166,51 +179,63 @@ def pairs(node: fx.Node, ranks: int) -> Iterator[tuple[Type, Type]]:
 
 def mutants_of_conversions(program: Program) -> Iterator[Mutant]:
     """Each conversion removed, doubled, moved, of other types, of another group, said to give
-    another type; each two of them exchanged. All again with the types behind it re-derived, so
-    that nothing is refused only because the declared types are stale."""
+    another type, exchanged with the first of each other kind.
+
+    Then again with the types behind it re-derived, so that nothing is refused only because the
+    declared types are stale.
+    """
     found = conversions(program)
     for place in found:
         node = find(program, place)
         own = types_of(node)
-        edits: list[tuple[str, str, Callable[[fx.Node], object]]] = [
-            ("removed", "", removed),
-            ("doubled", "", doubled),
-        ]
-        for pair in pairs(node, program.ranks):
-            if pair != own:
-                edits.append(
-                    ("mistyped", f"{pair[0]} → {pair[1]}", lambda n, p=pair: become(n, *p))
-                )
+        edits = {"removed": removed, "doubled": doubled}
         if can_move_down(node):
-            edits.append(("moved down", "", moved_down))
+            edits["moved down"] = moved_down
         if can_move_up(node):
-            edits.append(("moved up", "", moved_up))
-        for kind, what, edit in edits:
-            mutant = Mutant(kind, f"{place} {what}", changed(program, place, edit))
+            edits["moved up"] = moved_up
+        for kind, edit in edits.items():
+            mutant = Mutant(kind, str(place), changed(program, place, edit))
             yield mutant
-            if kind != "mistyped" or letter(pair_of(mutant, place)[0]) == letter(own[0]):
-                yield rederived(mutant, program)
-        for group in ("dp", ""):
-            other = changed(program, place, lambda n, g=group: _set_group(n, g))
-            yield Mutant("other group", f"{place} {group!r}", other)
-        for kind in (I, R, P, *shards(tensor_spec(node).shape, program.ranks)):
-            if kind != info(node).type:
-                lie = changed(program, place, lambda n, k=kind: annotate(n, type=k))
-                yield Mutant("declared", f"{place} {kind}", lie)
-    for one, other in combinations(found, 2):
-        a, b = find(program, one), find(program, other)
-        if (a.target, a.args[1:]) != (b.target, b.args[1:]):
+            yield rederived(mutant, program)
+        for source, target in pairs(node, program.ranks):
+            if (source, target) != own:
+                mutant = mistyped(program, place, source, target)
+                yield mutant
+                if letter(source) == letter(own[0]):
+                    yield rederived(mutant, program)
+        yield from (of_group(program, place, group) for group in ("dp", ""))
+        for lie in other_types(tensor_spec(node), info(node).type, program.ranks):
+            yield Mutant("declared", f"{place} {lie}", declared(program, place, lie))
+    firsts: dict[Any, Place] = {}
+    for place in found:
+        firsts.setdefault(kind_of(program, place), place)
+    swaps = {frozenset((a, b)) for a in found for b in firsts.values()}
+    for one, other in sorted(map(sorted, (pair for pair in swaps if len(pair) == 2))):
+        if kind_of(program, one) != kind_of(program, other):
             mutant = Mutant("exchanged", f"{one} and {other}", exchanged(program, one, other))
             yield mutant
             yield rederived(mutant, program)
 
 
-def pair_of(mutant: Mutant, place: Place) -> tuple[Any, Any]:
-    return types_of(find(mutant.program, place))
+def kind_of(program: Program, place: Place) -> tuple[str, str]:
+    source, target = types_of(find(program, place))
+    return letter(source), letter(target)
 
 
-def _set_group(node: fx.Node, group: str) -> None:
-    node.args = (*node.args[:-1], group)
+def of_group(program: Program, place: Place, group: str) -> Mutant:
+    def change(node: fx.Node) -> None:
+        node.args = (*node.args[:-1], group)
+
+    return Mutant("other group", f"{place} {group!r}", changed(program, place, change))
+
+
+def declared(program: Program, place: Place, kind: Type) -> Program:
+    return changed(program, place, lambda node: annotate(node, type=kind))
+
+
+def other_types(spec: TensorSpec, known: Any, ranks: int) -> list[Type]:
+    kinds: list[Type] = [I, R, P, *shards(spec.shape, ranks)]
+    return [kind for kind in kinds if kind != known]
 
 
 def exchanged(program: Program, one: Place, other: Place) -> Program:
@@ -223,14 +248,23 @@ def exchanged(program: Program, one: Place, other: Place) -> Program:
     return program
 
 
+def allowed(program: Program) -> bool:
+    """Whether state may have such types at all."""
+    try:
+        check_state(program)
+    except VerifyError:
+        return False
+    return True
+
+
 def mutants_of_state(program: Program) -> Iterator[Mutant]:
     """Each parameter, buffer and constant of another type, alone and with all that reads it."""
     for name, state in program.state.items():
-        for kind in (I, R, P, *shards(state.spec.shape, program.ranks)):
-            if kind == state.type:
-                continue
+        for kind in other_types(state.spec, state.type, program.ranks):
             copy = replace(program, state={**program.state, name: replace(state, type=kind)})
             yield Mutant("state", f"{name} {kind}", copy)
+            if not allowed(copy):
+                continue
             copy = copy_program(copy)
             for block, graph in copy.graphs():
                 for node in graph.nodes:
@@ -242,13 +276,11 @@ def mutants_of_state(program: Program) -> Iterator[Mutant]:
 def mutants_of_inputs(program: Program) -> Iterator[Mutant]:
     for place in places(program, lambda n: n.op == "placeholder"):
         node = find(program, place)
-        for kind in (I, R, P, *shards(tensor_spec(node).shape, program.ranks)):
-            if kind != info(node).type:
-                other = changed(program, place, lambda n, k=kind: annotate(n, type=k))
-                mutant = Mutant("input", f"{place} {kind}", other)
-                yield mutant
-                if not place[0]:  # a block's inputs have the types of what is given to it
-                    yield rederived(mutant, program)
+        for kind in other_types(tensor_spec(node), info(node).type, program.ranks):
+            mutant = Mutant("input", f"{place} {kind}", declared(program, place, kind))
+            yield mutant
+            if not place[0]:  # a block's inputs have the types of what is given to it
+                yield rederived(mutant, program)
 
 
 def mutants_of_arguments(program: Program) -> Iterator[Mutant]:
@@ -286,8 +318,8 @@ def mutants_of_biases(program: Program) -> Iterator[Mutant]:
 
     def is_bias(node: fx.Node) -> bool:
         first = node.args[0] if node.target is aten.add.Tensor else None
-        return isinstance(first, fx.Node) and is_conversion(first.target) and (
-            types_of(first)[0] == P
+        return (
+            isinstance(first, fx.Node) and is_conversion(first.target) and (types_of(first)[0] == P)
         )
 
     for place in places(program, is_bias):
@@ -341,7 +373,7 @@ def _rederive(program: Program, block: str, graph: fx.Graph, fresh: set[fx.Node]
             annotate(node, type=kinds)
         elif node.op == "call_function" and not fresh.isdisjoint([node, *node.all_input_nodes]):
             with suppress(Exception):  # it has no type there: the verifier says so
-                annotate(node, type=_derive(program, block, node))
+                annotate(node, type=derive_type(program, block, node))
                 _localize(program, node)
         if info(node).type != before:
             fresh.add(node)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import spmd_types as spmd
+import spmd_types
 import torch
 from spmd_types._checker import _OP_REGISTRY, typecheck
 from spmd_types._testing import fake_pg
@@ -47,6 +47,7 @@ pytestmark = [
 ]
 
 aten = torch.ops.aten
+spmd: Any = spmd_types  # it exports its names, but not for type checkers
 TP = "tp"
 
 # Their local mode leaves a product or a sum over shards Varying, for the program to say that it is
@@ -64,6 +65,7 @@ LOCAL_ONLY = {
     aten.reshape.default: "splits a sharded dimension: they see its local size only",
     aten.unflatten.int: "splits a packed dimension: to them it has one block",
     aten.split.Tensor: "splits a packed dimension: to them it has one block",
+    aten.chunk.default: "splits a packed dimension: to them it has one block",
     aten.scaled_dot_product_attention.default: "queries and keys of different lengths",
     aten.conv1d.default: "DTensor drops the sharding of output channels",
 }
@@ -130,7 +132,8 @@ class Checked:
         assert tuple(value.shape) == local_shape(tensor_spec(node).shape, kind, self.program.ranks)
 
     def _op(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        call: Any = (node.args, node.kwargs)
+        args, kwargs = fx.node.map_arg(call, env.__getitem__)
         if is_getitem(node):
             return args[0][args[1]]
         if is_conversion(node.target):
@@ -209,9 +212,13 @@ def rewritten(model: str, ranks: int, sp: bool) -> Program:
     return list(run_pipeline(traced(model), pipeline).values())[-1]
 
 
+# The LSTM has no rule: all of it runs whole. Tracing is what takes the time.
+MODELS = [name for name in zoo.BUILDERS if name != "lstm"]
+CASES = [(name, 2) for name in MODELS] + [(name, 4) for name in ("gpt2", "llama", "bert", "t5")]
+
+
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("model", zoo.BUILDERS)
+@pytest.mark.parametrize(("model", "ranks"), CASES)
 def test_types_are_those_of_spmd_types(model: str, ranks: int, sp: bool) -> None:
     program = rewritten(model, ranks, sp)
     nodes = sum(isinstance(info(n).spec, TensorSpec) for n in program.graph.nodes)
@@ -243,11 +250,7 @@ def mutants(program: Program) -> Iterator[Mutant]:
         yield Mutant("removed", str(place), mutations.changed(program, place, mutations.removed))
         source, target = mutations.types_of(node)
         pair = WRONG[letter(source) + letter(target)](source, target)
-
-        def become(node: fx.Node, pair: tuple[Type, Type] = pair) -> None:
-            mutations.become(node, *pair)
-
-        yield Mutant("mistyped", str(place), mutations.changed(program, place, become))
+        yield mutations.mistyped(program, place, *pair)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])

@@ -83,6 +83,7 @@ def test_keys() -> None:
         call_key((X,), {"flag": False}),
         call_key((X[:1],), {"flag": True}),
         call_key((X.double(),), {"flag": True}),
+        call_key((X.clone().requires_grad_(),), {"flag": True}),
         call_key((X.to("meta"),), {"flag": True}),
         call_key((X,), {"flag": None}),
         call_key(([X],), {"flag": True}),

@@ -1,0 +1,182 @@
+"""The type of a node from those of its operands, on fresh axes, by the rules alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpar.axes import match_blocks
+from graphpar.ops import is_conversion, signature
+from graphpar.passes.rules import op_axes, shard_strategy
+from graphpar.program import (
+    Program,
+    TensorSpec,
+    flat_nodes,
+    info,
+    is_getitem,
+    outputs,
+    placeholders,
+    tensor_spec,
+)
+from graphpar.types import I, P, R, Shard, Type, convertible, divides, letter
+from graphpar.verify.node import failure, operand_types, result_types
+
+MESH_DIM = "tp"
+
+
+def derive_type(program: Program, block: str, node: fx.Node) -> Any:
+    """The type of a node from those of its operands."""
+    if node.op == "placeholder":
+        kind = _valid(program, node)
+        if not block and not may_cross(kind, tensor_spec(node)):
+            raise failure(node, f"input {node.name} is {kind}, not Invariant")
+        return kind
+    if node.op == "get_attr":
+        return _state(program, block, node)
+    if node.op == "call_module":
+        return _call(program, node)
+    if is_getitem(node):
+        source, index = node.args
+        return info(source).type[index]  # type: ignore[arg-type, index]
+    if is_conversion(node.target):
+        return _conversion(program, node)
+    if node.target is torch.ops.graphpar.dropout.default:
+        return _dropout(node)
+    results = derive_types(node, program.ranks)
+    spec, rest = info(node).spec, iter(results)
+    if isinstance(spec, TensorSpec):
+        return next(rest)
+    return tuple(next(rest) if s is not None else I for s in spec or ())
+
+
+def _valid(program: Program, node: fx.Node) -> Type:
+    """The node's declared type, if it fits its shape."""
+    kind, shape = info(node).type, tensor_spec(node).shape
+    if isinstance(kind, tuple) or kind is None:
+        raise failure(node, f"{node.name} has no type")
+    if isinstance(kind, Shard) and not fits(kind, shape, program.ranks):
+        raise failure(node, f"{kind} does not fit shape {shape} over {program.ranks} ranks")
+    return kind
+
+
+def fits(kind: Shard, shape: tuple[int, ...], ranks: int) -> bool:
+    return (
+        0 <= kind.dim < len(shape)
+        and sum(kind.blocks) == shape[kind.dim]
+        and min(kind.blocks, default=0) > 0
+        and divides(kind, ranks)
+    )
+
+
+def _state(program: Program, block: str, node: fx.Node) -> Type:
+    kind = _valid(program, node)
+    for name in program.state_names(block, node):
+        if program.state[name].type != kind:
+            raise failure(node, f"{name} is {program.state[name].type}, not {kind}")
+    return kind
+
+
+def _call(program: Program, node: fx.Node) -> tuple[Type, ...]:
+    graph = program.blocks[program.calls[str(node.target)]]
+    for argument, entry in zip(flat_nodes(node.args), placeholders(graph), strict=True):
+        if info(argument).type != info(entry).type:
+            raise failure(
+                node, f"{argument.name} is {info(argument).type}, block wants {info(entry).type}"
+            )
+    return tuple(info(n).type for n in flat_nodes(outputs(graph)))  # type: ignore[misc]
+
+
+def _conversion(program: Program, node: fx.Node) -> Type:
+    value, *args = node.args
+    assert isinstance(value, fx.Node)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    source, target = signature(node.target, args)
+    if args[-1] != MESH_DIM:
+        raise failure(node, f"{args[-1]!r} is no mesh dimension of the program")
+    if info(value).type != source:
+        raise failure(
+            node, f"{node.name} converts {source}, but {value.name} is {info(value).type}"
+        )
+    for kind in (source, target):
+        if isinstance(kind, Shard) and not fits(kind, tensor_spec(value).shape, program.ranks):
+            raise failure(node, f"{kind} does not fit shape {tensor_spec(value).shape}")
+    if not convertible(source, target):
+        raise failure(node, f"no conversion from {source} to {target}")
+    return target
+
+
+def _dropout(node: fx.Node) -> Type:
+    x, _, _, dim, blocks, group = node.args
+    assert isinstance(x, fx.Node)
+    kind = Shard(int(dim), tuple(blocks))  # type: ignore[arg-type]
+    if info(x).type != kind or group != MESH_DIM:
+        raise failure(node, f"{x.name} is {info(x).type}, its dropout wants {kind}")
+    return kind
+
+
+def derive_types(node: fx.Node, ranks: int) -> tuple[Type, ...]:
+    """The types of an op's results from those of its operands, by the op's rule alone."""
+    op = op_axes(node)
+    kinds = operand_types(node)
+    letters = {letter(k) for k in kinds}
+    if letters <= {"I"} or letters <= {"R"}:
+        return _unsharded(node, kinds, op, ranks)
+    if "I" in letters:
+        raise failure(node, f"Invariant mixes with nothing else: operands are {listed(kinds)}")
+    if op.opaque:
+        raise failure(node, f"{node.target} has no rule and cannot take {listed(kinds)}")
+    if "P" in letters:
+        through = frozenset(i for i, k in enumerate(kinds) if k == P)
+        if "S" in letters or through not in op.partial:
+            raise failure(node, f"{node.target} is not linear in Partial operands: {listed(kinds)}")
+        return (P,) * len(op.results)
+    return _sharded(node, op, _cuts(node, dict(enumerate(kinds)), op.operands, ranks), ranks)
+
+
+def _unsharded(node: fx.Node, kinds: list[Any], op: Any, ranks: int) -> tuple[Type, ...]:
+    results = result_types(node)
+    places = {i: k for i, k in enumerate(results) if isinstance(k, Shard)}
+    if places and I not in kinds:
+        # A new axis, such as expand makes, may be sharded though no operand has it.
+        return _sharded(node, op, _cuts(node, places, op.results, ranks), ranks)
+    if not kinds:
+        kind = R if R in results else I
+    else:
+        kind = kinds[0]
+    return (kind,) * len(op.results)
+
+
+def _cuts(
+    node: fx.Node, kinds: Mapping[int, Type], dims: Any, ranks: int
+) -> dict[Any, tuple[int, ...]]:
+    cuts: dict[Any, tuple[int, ...]] = {}
+    for place, kind in kinds.items():
+        if isinstance(kind, Shard):
+            found = match_blocks(dims[place][kind.dim], kind.blocks, ranks)
+            if found is None or any(cuts.get(a, b) != b for a, b in found.items()):
+                raise failure(node, f"{node.target} cannot run on {kind}")
+            cuts |= found
+    return cuts
+
+
+def _sharded(node: fx.Node, op: Any, cuts: Any, ranks: int) -> tuple[Type, ...]:
+    strategy = shard_strategy(op, cuts, ranks)
+    if strategy is None:
+        raise failure(node, f"{node.target} needs an axis whole that is sharded")
+    kinds = operand_types(node)
+    if list(strategy.operands) != kinds:
+        raise failure(node, f"operands are {listed(kinds)}, not {listed(strategy.operands)}")
+    return strategy.results
+
+
+def listed(kinds: Any) -> str:
+    return ", ".join(map(str, kinds)) or "none"
+
+
+def may_cross(kind: Any, spec: TensorSpec) -> bool:
+    """Whether a whole value of the caller may have the type: without a gradient, Replicate and
+    Invariant are the same."""
+    return kind == I or (kind == R and not spec.differentiable)

@@ -1,0 +1,94 @@
+"""Shapes, re-derived by running each op on fake tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from graphpar.program import Program, TensorSpec, info, tensor_spec
+from graphpar.types import I, local_shape
+from graphpar.verify.node import failure, is_graphpar, is_op, per_node
+
+
+@per_node
+def check_shapes(program: Program, block: str, node: fx.Node) -> None:
+    """Each op, run on fake tensors of its operands' whole shapes, gives its result's."""
+    if is_graphpar(node):
+        if tensor_spec(node) != tensor_spec(node.args[0]):  # type: ignore[arg-type]
+            raise failure(node, f"{node.target} keeps the whole tensor's shape")
+    elif is_op(node):
+        _compare_shapes(node, info(node).whole_call or (node.args, node.kwargs), 1)
+
+
+@per_node
+def check_local_shapes(program: Program, block: str, node: fx.Node) -> None:
+    """So it does on the shapes of one rank."""
+    if is_op(node):
+        _compare_shapes(node, (node.args, node.kwargs), program.ranks)
+
+
+def _compare_shapes(node: fx.Node, call: Any, ranks: int) -> None:
+    def local(spec: TensorSpec, kind: Any) -> Any:
+        return replace(spec, shape=local_shape(spec.shape, kind or I, ranks))
+
+    args, kwargs = fx.node.map_arg(call, lambda n: local(tensor_spec(n), info(n).type))
+    spec, kind = info(node).spec, info(node).type
+    specs = spec if isinstance(spec, tuple) else (spec,)
+    kinds = kind if isinstance(kind, tuple) else (kind,) * len(specs)
+    leaves = tuple(map(type, pytree.tree_leaves((args, kwargs))))
+    found = _fake_results(node.target, _frozen(args), _frozen(kwargs), leaves)
+    for each, declared, result in zip(specs, kinds, found, strict=True):
+        wanted = None if each is None else local(each, declared)
+        if wanted is None or result is None:
+            if wanted is not result:
+                raise failure(node, f"{node.name} gives {result}, not {wanted}")
+        elif (result.shape, result.dtype) != (wanted.shape, wanted.dtype):
+            is_, is_not = (f"{s.dtype}{list(s.shape)}" for s in (result, wanted))
+            raise failure(node, f"{node.name} is {is_}, not {is_not}")
+        elif result.differentiable and not wanted.differentiable:
+            raise failure(node, f"{node.name} has a gradient, but is said to have none")
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+@lru_cache(maxsize=1 << 14)
+def _fake_results(
+    target: Any, args: Any, kwargs: Any, leaves: tuple[type, ...]
+) -> tuple[TensorSpec | None, ...]:
+    """What the op gives on tensors of the given specs; it depends on nothing else.
+
+    ``leaves`` are the types of the arguments: 1 and 1.0 are one key without them.
+    """
+
+    def tensor(value: Any) -> Any:
+        if not isinstance(value, TensorSpec):
+            return value
+        return torch.empty(
+            value.shape,
+            dtype=value.dtype,
+            device=value.device,
+            requires_grad=value.differentiable,
+        )
+
+    with FakeTensorMode(), torch.enable_grad():
+        found = target(
+            *fx.node.map_aggregate(args, tensor),
+            **{k: fx.node.map_aggregate(v, tensor) for k, v in kwargs},
+        )
+    values = found if isinstance(found, (tuple, list)) else (found,)
+    return tuple(
+        TensorSpec(tuple(v.shape), v.dtype, v.device, v.requires_grad)
+        if isinstance(v, torch.Tensor)
+        else None
+        for v in values
+    )

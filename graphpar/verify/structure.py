@@ -1,0 +1,117 @@
+"""The structure of a program: well-formed graphs whose nodes fit what they refer to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpar.errors import VerifyError
+from graphpar.ops import is_conversion
+from graphpar.program import (
+    Program,
+    TensorSpec,
+    info,
+    is_getitem,
+    output_node,
+    outputs,
+    placeholders,
+    spec_of,
+    tensor_spec,
+)
+from graphpar.verify.node import failure, per_node
+
+
+def check_lint(program: Program) -> None:
+    """The graphs are well-formed; the root has the inputs and outputs that the program names."""
+    for name, graph in program.graphs():
+        try:
+            graph.lint()
+        except RuntimeError as error:
+            raise VerifyError(f"graph {name or 'forward'} is malformed: {error}") from error
+    end, values = output_node(program.graph), outputs(program.graph)
+    if len(placeholders(program.graph)) != len(program.placeholders):
+        raise failure(end, f"the root does not take {len(program.placeholders)} inputs")
+    count = program.out_spec.num_leaves
+    if len(values) != count + len(program.mutations):
+        raise failure(end, f"the root does not give {count} outputs and the mutated buffers")
+    for name, value in zip(program.mutations, values[count:], strict=True):
+        state = program.state.get(name)
+        if state is None or state.kind != "buffer" or not isinstance(value, fx.Node):
+            raise failure(end, f"{name} is no buffer that the root can write to")
+        if not _same(tensor_spec(value), state.spec):
+            raise failure(value, f"{value.name} does not fit buffer {name}")
+
+
+def _same(a: TensorSpec, b: TensorSpec) -> bool:
+    """Whether two specs are equal but for ``differentiable``."""
+    return replace(a, differentiable=b.differentiable) == b
+
+
+@per_node
+def check_provenance(program: Program, block: str, node: fx.Node) -> None:
+    """Every op knows the user's line and the pass that made it."""
+    if node.op == "call_function" and not (info(node).source.line and info(node).origin):
+        raise failure(node, f"{node.name} has no source line")
+
+
+@per_node
+def check_links(program: Program, block: str, node: fx.Node) -> None:
+    """State, blocks and items of tuples are what the nodes that read them take them for."""
+    spec = info(node).spec
+    if node.op == "get_attr":
+        for name in program.state_names(block, node):
+            if name not in program.state or program.state[name].spec != spec:
+                raise failure(node, f"{node.name} is not the tensor of {name}")
+            if name in program.constants and spec != _constant_spec(program.constants[name], spec):
+                raise failure(node, f"{node.name} does not describe the constant {name}")
+    elif node.op == "call_module":
+        graph = program.blocks.get(program.calls.get(str(node.target), ""))
+        if graph is None or block:
+            raise failure(node, f"{node.target} names no block")
+        entries, exits = placeholders(graph), outputs(graph)
+        if node.kwargs or [*map(_spec, node.args)] != [*map(_spec, entries)]:
+            raise failure(node, f"{node.target} takes {', '.join(n.name for n in entries)}")
+        if spec != tuple(map(_spec, exits)):
+            raise failure(node, f"{node.target} gives other values")
+    elif is_getitem(node):
+        source, index = node.args
+        if (index, spec) not in [*enumerate(_spec(source))]:
+            raise failure(node, f"{node.name} is not item {index} of {source}")
+
+
+def _constant_spec(value: torch.Tensor, spec: TensorSpec) -> TensorSpec:
+    """What ``value`` is; a model on the meta device has constants with values all the same."""
+    found = spec_of(value)
+    return replace(found, device=spec.device) if spec.device.type == "meta" else found
+
+
+def _spec(value: Any) -> Any:
+    return info(value).spec
+
+
+_COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+
+
+@per_node
+def check_ops(program: Program, block: str, node: fx.Node) -> None:
+    """Ops have no side effects, and none but the typed conversions communicates.
+
+    Keyword arguments stand in the order of the schema, which is that of operands in rules.
+    """
+    if node.op != "call_function" or is_getitem(node):
+        return
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        raise failure(node, f"{op} is no op of a dispatcher")
+    if op._schema.is_mutable:
+        raise failure(node, f"{op} writes to its operands")
+    own = is_conversion(op) and program.form != "whole"
+    own |= op is torch.ops.graphpar.dropout.default and program.form == "local"
+    if op.namespace in _COMMUNICATING or (op.namespace == "graphpar" and not own):
+        raise failure(node, f"{op} may not stand in a program of form {program.form!r}")
+    names = [a.name for a in op._schema.arguments]
+    if sorted(node.kwargs, key=names.index) != list(node.kwargs):
+        raise failure(node, f"keyword arguments of {op} are out of order")
