@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from graphpar.cost import CostModel
 from graphpar.errors import GraphparWarning
 from graphpar.passes.annotate.candidates import find_candidates
+from graphpar.passes.annotate.gathers import forced_gathers
 from graphpar.passes.annotate.model import Model
-from graphpar.program import Program, copy_program
+from graphpar.program import Program, copy_program, info
 from graphpar.types import Type
 
 NAME = "annotate-partitions"
@@ -46,6 +47,13 @@ def annotate_partitions(program: Program, options: AnnotatePartitions) -> Progra
         warnings.warn(
             f"nothing was sharded: tp={options.tp} divides no axis that may be cut; legal: "
             f"{candidates.legal}",
+            GraphparWarning,
+            stacklevel=2,
+        )
+    for node, axis in forced_gathers(program, candidates.features, options.tp):
+        warnings.warn(
+            f"{node.target} needs the axis {axis} whole, which is sharded: its input is gathered"
+            f"\n  at {info(node).source}",
             GraphparWarning,
             stacklevel=2,
         )

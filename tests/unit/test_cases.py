@@ -16,6 +16,7 @@ from graphpar.simulate import Simulation
 from graphpar.trace import trace
 from graphpar.types import I, Shard, cut, local_shape
 from tests.unit.case_models import (
+    MIDDLES,
     Attention,
     Between,
     ComplexRotary,
@@ -109,6 +110,7 @@ def test_c05_fewer_kv_heads_than_ranks(group: str, tp: int, sp: bool) -> None:
     equivalent(model, torch.randn(2, 8, 32, requires_grad=True), tp=tp, sp=sp)
 
 
+@pytest.mark.filterwarnings("ignore:.*needs the axis")
 @both_sp
 def test_c06_norm_over_a_sharded_projection(sp: bool) -> None:
     equivalent(NormedQuery(), torch.randn(2, 8, 32, requires_grad=True), tp=4, sp=sp)
@@ -128,7 +130,10 @@ def test_c07_one_reduction_for_parallel_attention_and_mlp(sp: bool) -> None:
 @pytest.mark.parametrize("middle", ["cumsum", "softmax", "topk"])
 def test_c08_an_op_that_needs_the_whole_axis(middle: str, sp: bool) -> None:
     model = Between(middle)
-    equivalent(model, torch.randn(2, 8, 8, requires_grad=True), tp=2, sp=sp)
+    with pytest.warns(GraphparWarning, match=f"{middle}.* needs the axis") as caught:
+        equivalent(model, torch.randn(2, 8, 8, requires_grad=True), tp=2, sp=sp)
+    line = MIDDLES[middle].__code__.co_firstlineno
+    assert f'case_models.py:{line}: "{middle}": lambda' in str(caught[0].message)
 
 
 @both_sp
@@ -203,6 +208,7 @@ def test_c13_one_layer_used_three_times(sp: bool) -> None:
     assert {"layer.0.weight", "layer.2.weight"} <= set(sharded_state(program))
 
 
+@pytest.mark.filterwarnings("ignore:.*needs the axis")
 @both_sp
 def test_c13_one_linear_in_a_sharded_and_a_replicated_place(sp: bool) -> None:
     equivalent(TwoPlaces(), torch.randn(2, 8, 16, requires_grad=True), tp=4, sp=sp)

@@ -27,6 +27,8 @@ from tests import zoo
 from tests.unit import mutations
 from tests.unit.mutations import Mutant
 
+pytestmark = pytest.mark.filterwarnings("ignore::graphpar.errors.GraphparWarning")
+
 CASES = [(model, sp) for model in ("gpt2", "llama") for sp in (False, True)]
 IDS = [f"{model}-{'sp' if sp else 'tp'}" for model, sp in CASES]
 

@@ -40,6 +40,7 @@ from tests.unit import mutations
 from tests.unit.mutations import Mutant
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore::graphpar.errors.GraphparWarning"),
     # spmd_types 0.3.1 calls names that torch 2.13 renamed.
     pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning"),
     # Its global mode asks DTensor how dropout is sharded.
