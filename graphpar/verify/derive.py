@@ -12,6 +12,7 @@ from graphpar.axes import match_blocks
 from graphpar.ops import is_conversion, signature
 from graphpar.passes.rules import op_axes, shard_strategy
 from graphpar.program import (
+    MESH_DIM,
     Program,
     TensorSpec,
     flat_nodes,
@@ -19,12 +20,11 @@ from graphpar.program import (
     is_getitem,
     outputs,
     placeholders,
+    result_types,
     tensor_spec,
 )
 from graphpar.types import I, P, R, Shard, Type, convertible, divides, letter
-from graphpar.verify.node import failure, operand_types, result_types
-
-MESH_DIM = "tp"
+from graphpar.verify.node import failure, operand_types
 
 
 def derive_type(program: Program, block: str, node: fx.Node) -> Any:

@@ -52,12 +52,3 @@ def is_graphpar(node: fx.Node) -> bool:
 def operand_types(node: fx.Node) -> list[Any]:
     """The types of an op's tensor arguments."""
     return [info(n).type for n in tensor_arguments(node)]
-
-
-def result_types(node: fx.Node) -> list[Any]:
-    """The declared types of an op's tensor results."""
-    kind, spec = info(node).type, info(node).spec
-    if not isinstance(spec, tuple):
-        return [kind]
-    assert isinstance(kind, tuple)
-    return [k for k, s in zip(kind, spec, strict=True) if s is not None]

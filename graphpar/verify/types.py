@@ -10,10 +10,10 @@ from torch import fx
 
 from graphpar.errors import VerifyError
 from graphpar.passes.rules import local_call, op_axes, tensor_arguments
-from graphpar.program import Program, flat_nodes, info, outputs, tensor_spec
+from graphpar.program import Program, flat_nodes, info, outputs, result_types, tensor_spec
 from graphpar.types import I, P, R, Shard
 from graphpar.verify.derive import derive_type, fits, listed, may_cross
-from graphpar.verify.node import failure, is_op, operand_types, per_node, result_types
+from graphpar.verify.node import failure, is_op, operand_types, per_node
 
 aten = torch.ops.aten
 

@@ -198,7 +198,8 @@ def _keeps_addends(call: Call, places: set[int]) -> bool:
     outputs = [result.dtype for result in call.results]
     if torch.bool in (*inputs, *outputs):
         return False
-    return not any(d.is_floating_point for d in inputs) or all(d.is_floating_point for d in outputs)
+    inexact = [d.is_floating_point or d.is_complex for d in outputs]
+    return all(inexact) or not any(d.is_floating_point or d.is_complex for d in inputs)
 
 
 def op_axes(node: fx.Node) -> OpAxes:
