@@ -14,6 +14,7 @@ from graphpar.errors import VerifyError
 from graphpar.ops import conversion, is_conversion, signature
 from graphpar.passes.rules import local_call, tensor_arguments
 from graphpar.program import (
+    MESH_DIM,
     Program,
     TensorSpec,
     annotate,
@@ -24,6 +25,7 @@ from graphpar.program import (
     is_getitem,
     outputs,
     placeholders,
+    result_types,
     tensor_spec,
 )
 from graphpar.types import CONVERSIONS, I, P, R, Shard, Type, divides, letter
