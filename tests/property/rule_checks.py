@@ -189,12 +189,16 @@ def show(strategy: Strategy) -> str:
 # --- running an op on shards --------------------------------------------------------------------
 
 
+def is_inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def close(actual: Tensor, expected: Tensor) -> bool:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    if not expected.is_floating_point():
+    if not is_inexact(expected):
         return torch.equal(actual, expected)
-    tolerance = 1e-10 if expected.dtype == torch.float64 else 1e-5
+    tolerance = 1e-10 if expected.dtype in (torch.float64, torch.complex128) else 1e-5
     return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -212,18 +216,16 @@ class Checker:
     def __init__(self, node: fx.Node, operands: Sequence[Tensor], op: OpAxes, case: Case) -> None:
         self.node, self.operands, self.op = node, operands, op
         constant = {id(x) for x in case.constant}
-        self.wanted = [x.is_floating_point() and id(x) not in constant for x in operands]
+        self.wanted = [is_inexact(x) and id(x) not in constant for x in operands]
         self.generator = torch.Generator().manual_seed(0)
         self.cotangents: list[Tensor] = []
         self.whole = self._run(node.args, node.kwargs, operands, None)
 
     def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if dtype.is_floating_point:
+        if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, generator=self.generator, dtype=dtype)
         if dtype == torch.bool:
             return torch.rand(shape, generator=self.generator) < 0.5
-        if dtype.is_complex:
-            return torch.randn(tuple(shape), generator=self.generator, dtype=dtype)
         return torch.randint(-9, 9, tuple(shape), generator=self.generator, dtype=dtype)
 
     def _run(

@@ -29,8 +29,8 @@ from graphpar.program import (
     tensor_spec,
 )
 from graphpar.types import CONVERSIONS, I, P, R, Shard, Type, divides, letter
-from graphpar.verify.derive import MESH_DIM, derive_type
-from graphpar.verify.node import operand_types, result_types
+from graphpar.verify.derive import derive_type
+from graphpar.verify.node import operand_types
 from graphpar.verify.types import check_state
 
 aten = torch.ops.aten
