@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from graphpar.ops import is_conversion
@@ -114,3 +115,13 @@ def test_tp_1_is_the_traced_graph() -> None:
                 flat[node.target] += last.call_count(block)
     assert flat == Counter({op: n for op, n in ops.items() if "getitem" not in str(op)})
     assert compare(last, model, (), kwargs, atol=0.0, rtol=0.0).worst == 0.0
+
+
+def test_a_model_on_the_meta_device_is_planned() -> None:
+    """Its masks and position ids are constants with values, on the CPU."""
+    model, kwargs = zoo.build("llama")
+    ids = torch.zeros(2, zoo.SEQ, dtype=torch.long, device="meta")
+    call = {**kwargs, "input_ids": ids, "labels": ids}
+    stages = run_pipeline(trace(model.to("meta"), (), call), default_pipeline(tp=2, sp=True))
+    found = collectives(stages["localize"], "model_layers")
+    assert found["all_gather", False] == found["reduce_scatter", False] == 2
