@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,7 @@ from graphpar.program import Program, program_hash
 from graphpar.runtime import Container, compile_program, mirror, place, select, write_buffers
 from graphpar.state import distribute, full_state
 from graphpar.trace import bind, call_key, flatten, trace, unflatten
+from graphpar.trace.fold import draws
 from graphpar.trace.skeleton import skeleton
 from graphpar.types import Type
 
@@ -56,6 +59,7 @@ class ParallelModule(Container):
         self._pipeline_of = pipeline_of
         self._variants: dict[Hashable, Variant] = {}
         self._first: Variant | None = None
+        self._started: set[int] = set()
         # In lists, so that they do not register as submodules.
         self._sources: list[nn.Module] = [model]
         self._roots: list[Container] = [mirror(model)]
@@ -148,12 +152,27 @@ class ParallelModule(Container):
         variant = self._variants.get(key) or self.prepare(args, kwargs)
         program = variant.program
         leaves, _ = flatten(args, kwargs)
+        self._check_random_state(variant)
         with autocast_off():
             results = variant.forward(self._roots[0], *select(leaves, program))
         count = len(results) - len(program.mutations)
         if program.mutations:
             write_buffers(self, dict(zip(program.mutations, results[count:], strict=True)))
         return unflatten(results[:count], program.out_spec)
+
+    def _check_random_state(self, variant: Variant) -> None:
+        """Before its first run: ranks that draw masks must draw the same ones."""
+        if self._mesh is None or self._tp == 1 or id(variant) in self._started:
+            return
+        self._started.add(id(variant))
+        graphs = [graph for _, graph in variant.program.graphs()]
+        own = torch.ops.graphpar.dropout.default
+        if any(draws(node) or node.target is own for graph in graphs for node in graph.nodes):
+            state = torch.get_rng_state()
+            if self._mesh.device_type == "cuda":
+                state = torch.cuda.get_rng_state()
+            digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
+            check_agreement(digest, self._group, "random state", "call torch.manual_seed")
 
     # --- reading ---
 

@@ -157,10 +157,19 @@ def errors(rank: int, group: str) -> list[str]:
             graphpar.transform(model, (torch.randn(2, 8),), tp=tp)(torch.randn(2, 8))
         except (RankMismatchError, MeshError) as error:
             found.append(str(error))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+    parallel = graphpar.transform(model, (torch.randn(2, 8),), tp=2)
+    torch.manual_seed(rank)
+    try:
+        parallel(torch.randn(2, 8))
+    except RankMismatchError as error:
+        found.append(str(error))
     return found
 
 
 def test_errors_reach_all_ranks() -> None:
-    for different, too_few in run_processes(2, errors, timeout=120):
+    for different, too_few, unequal in run_processes(2, errors, timeout=120):
         assert "program" in different
+        assert "random state" in unequal
         assert "tp=4 needs 4 processes, not 2" in too_few
