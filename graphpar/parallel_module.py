@@ -21,7 +21,7 @@ from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
 from graphpar.runtime import Container, compile_program, mirror, place, select, write_buffers
 from graphpar.state import distribute, full_state
-from graphpar.trace import bind, call_key, flatten, trace, unflatten
+from graphpar.trace import Tracer, bind, call_key, flatten, unflatten
 from graphpar.trace.fold import draws
 from graphpar.trace.skeleton import skeleton
 from graphpar.types import Type
@@ -46,9 +46,9 @@ class ParallelModule(Container):
     """An ordinary module: the original's signature, outputs and parameter names.
 
     Each rank holds its part of the parameters, as DTensors over the tensor-parallel mesh. A call
-    with other shapes, argument values or training flags than before is traced anew, once, and
-    keeps the parameters. Without example inputs the first call traces; until then there are no
-    parameters to see.
+    with other argument values or training flags than before is traced anew, once, and keeps the
+    parameters; of one with other shapes only the plan is made anew, where the model leaves sizes
+    free. Without example inputs the first call traces; until then there are no parameters to see.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class ParallelModule(Container):
         super().__init__(type(model).__name__)
         self._tp, self._mesh = tp, mesh
         self._pipeline_of = pipeline_of
+        self._tracer = Tracer()
         self._variants: dict[Hashable, Variant] = {}
         self._first: Variant | None = None
         self._started: set[int] = set()
@@ -80,17 +81,20 @@ class ParallelModule(Container):
         args, kwargs = bind(self._source, args, kwargs)
         key = self._key(args, kwargs)
         if key not in self._variants:
-            self._variants[key] = self._trace(args, kwargs)
+            with torch.inference_mode(False):  # parameters and constants are ordinary tensors
+                self._variants[key] = self._trace(args, kwargs)
         return self._variants[key]
 
     def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-        flags = tuple(module.training for module in self.modules())
-        return call_key(args, kwargs), flags
+        return call_key(args, kwargs), self._flags()
+
+    def _flags(self) -> Hashable:
+        return tuple(module.training for module in self.modules())
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
         known = None if self._first is None else self._first.program.state
         self._copy_flags()
-        program = trace(self._source, args, kwargs)
+        program = self._tracer.trace(self._source, args, kwargs, flags=self._flags())
         types = None if known is None else {name: s.type for name, s in known.items()}
         stages = run_pipeline(program, self._pipeline_of(types))
         program = list(stages.values())[-1]

@@ -9,5 +9,15 @@ from __future__ import annotations
 from graphpar.trace.call import bind, call_key, example_inputs, flatten, unflatten
 from graphpar.trace.program import trace
 from graphpar.trace.skeleton import skeleton
+from graphpar.trace.symbolic import Tracer
 
-__all__ = ["bind", "call_key", "example_inputs", "flatten", "skeleton", "trace", "unflatten"]
+__all__ = [
+    "Tracer",
+    "bind",
+    "call_key",
+    "example_inputs",
+    "flatten",
+    "skeleton",
+    "trace",
+    "unflatten",
+]

@@ -85,20 +85,23 @@ def flatten(
     return pytree.tree_flatten(tree)
 
 
-def call_key(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Hashable:
+def call_key(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, sizes: bool = True
+) -> Hashable:
     """Equal for two calls that trace to the same program: a key for a cache of traces.
 
     It holds the structure, each tensor's shape, dtype, device and whether it wants a gradient,
     each other leaf's type and value, and the ambient autocast state. Leaves that cannot be hashed
-    count by identity.
+    count by identity. Without ``sizes`` a tensor's number of dimensions stands for its shape.
     """
     leaves, spec = flatten(args, kwargs)
-    return (spec, tuple(map(_leaf_key, leaves)), autocast_state())
+    return (spec, tuple(_leaf_key(leaf, sizes) for leaf in leaves), autocast_state())
 
 
-def _leaf_key(leaf: Any) -> Hashable:
+def _leaf_key(leaf: Any, sizes: bool) -> Hashable:
     if isinstance(leaf, Tensor):
-        return (tuple(map(int, leaf.shape)), leaf.dtype, leaf.device, leaf.requires_grad)
+        shape = tuple(map(int, leaf.shape)) if sizes else leaf.dim()
+        return (shape, leaf.dtype, leaf.device, leaf.requires_grad)
     try:
         hash(leaf)
     except TypeError:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch import Tensor, fx, nn
+from torch.export import Dim, ShapesCollection
+from torch.export.graph_signature import InputSpec
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
 
 from graphpar.errors import GraphparWarning, TraceError
 from graphpar.provenance import Source
@@ -26,7 +28,7 @@ _ASSIGNED = re.compile(r"The tensor attributes? (.*?) (?:was|were) assigned duri
 _ADVICE = (
     (
         r"Found <class '([^']*Cache)'> in output",
-        "its output holds a key-value cache ({0}); pass use_cache=False",
+        "its output holds a key-value cache ({0}); pass use_cache=False, or set it in the config",
     ),
     (
         r"Found <class '([^']*)'> in (?:the )?(?:input|output)|type <class '([^']*)'>",
@@ -77,14 +79,30 @@ def clone_inputs(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """``assigned``: the tensor attributes that the forward assigns (``layer.state``)."""
+    """The pre-dispatch ATen graph of a module, with what its placeholders stand for.
 
-    program: ExportedProgram
+    ``constants``: the tensors that the forward uses and the model does not register, by name.
+    ``assigned``: the tensor attributes that the forward assigns (``layer.state``).
+    """
+
+    graph: fx.Graph
+    input_specs: Sequence[InputSpec]
+    constants: Mapping[str, Any]
+    out_spec: TreeSpec
     assigned: frozenset[str]
 
 
-def export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
-    """The pre-dispatch ATen graph of ``model``.
+LeafDim = tuple[int, int]
+"""A dimension of an input: the position among the leaves of the call, and the dimension."""
+
+
+def export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    free: Collection[LeafDim] = (),
+) -> Exported:
+    """Export ``model`` for such a call; the sizes in ``free`` stay symbols where they can.
 
     Raises:
         TraceError: with the user's line and what to do about it.
@@ -93,20 +111,24 @@ def export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     def watch_outputs(module: nn.Module, arguments: Any, result: Any) -> None:
         register_dataclasses(result)
 
-    inputs = clone_inputs(tuple(args)), clone_inputs(dict(kwargs))
-    handle = model.register_forward_hook(watch_outputs)
     notices: list[str] = []
-    try:
-        with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
-            warnings.simplefilter("always")
-            with watched(model, notices.append):
-                program = torch.export.export(model, *inputs, strict=False)
-    except TraceError:
-        raise
-    except Exception as error:
-        raise _explain(error) from error
-    finally:
-        handle.remove()
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = clone_inputs(tuple(args)), clone_inputs(dict(kwargs))
+        shapes = _free_shapes(model, inputs, free) if free else None
+        handle = model.register_forward_hook(watch_outputs)
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with watched(model, notices.append):
+                    program = torch.export.export(
+                        model, *inputs, dynamic_shapes=shapes, strict=False
+                    )
+        except TraceError:
+            raise
+        except Exception as error:
+            raise _explain(error) from error
+        finally:
+            handle.remove()
     for notice in dict.fromkeys(notices):
         warnings.warn(notice, GraphparWarning, stacklevel=3)
     assigned: set[str] = set()
@@ -117,4 +139,18 @@ def export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    return Exported(program, frozenset(assigned))
+    return Exported(
+        program.graph,
+        program.graph_signature.input_specs,
+        program.constants,
+        program.call_spec.out_spec,
+        frozenset(assigned),
+    )
+
+
+def _free_shapes(model: nn.Module, inputs: Any, free: Collection[LeafDim]) -> Any:
+    shapes = ShapesCollection()
+    for position, leaf in enumerate(pytree.tree_leaves(inputs)):
+        if dims := {dim: Dim.AUTO for at, dim in free if at == position}:
+            shapes[leaf] = dims
+    return shapes.dynamic_shapes(model, *inputs)

@@ -7,10 +7,11 @@ import linecache
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils._pytree import TreeSpec
 
 from graphpar.errors import InternalError
 from graphpar.program import Program, State, placeholders, spec_of, tensor_spec
@@ -40,16 +41,25 @@ def trace(
         TraceError: the model cannot be traced; the user's line is in the notes.
     """
     args, kwargs = bind(model, args, kwargs)
-    leaves, in_spec = flatten(args, kwargs)
-    found = export(model, args, kwargs)
-    exported = found.program
+    return lower(model, export(model, args, kwargs), args, kwargs)
+
+
+def lower(
+    model: nn.Module, exported: Exported, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Program:
+    """The Program of what was exported for such a call; all its sizes are numbers."""
+    with torch.inference_mode(False):
+        return _lower(model, exported, *flatten(args, kwargs))
+
+
+def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: TreeSpec) -> Program:
     states = _states(model)
     tensors = _tensors(model)
     start = _forward_line(model)
 
     builder = Builder(_fake_mode(exported))
     builder.source = start
-    inputs, constants, refs = _inputs(builder, found, leaves, states, tensors)
+    inputs, constants, refs = _inputs(builder, exported, leaves, states, tensors)
     lowering = Lowering(builder, inputs, autocast_state())
     lowering.run(exported.graph.nodes)
     builder.source = start
@@ -78,7 +88,7 @@ def trace(
         state=states,
         constants=held,
         in_spec=in_spec,
-        out_spec=exported.call_spec.out_spec,
+        out_spec=exported.out_spec,
         placeholders=tuple(builder.leaf[n] for n in placeholders(builder.graph)),
         mutations=tuple(mutated),
     )
@@ -113,7 +123,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _fake_mode(exported: ExportedProgram) -> Any:
+def _fake_mode(exported: Exported) -> Any:
     for node in exported.graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
             return node.meta["val"].fake_mode
@@ -134,20 +144,19 @@ def _forward_line(model: nn.Module) -> Source:
 
 def _inputs(
     builder: Builder,
-    found: Exported,
+    exported: Exported,
     leaves: list[Any],
     states: Mapping[str, State],
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[fx.Node, Any], dict[str, Tensor], dict[str, Ref]]:
     """A ref for each placeholder of the exported graph; constants; refs of states by name."""
     canonical = {alias: name for name, state in states.items() for alias in state.names}
-    exported = found.program
     nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
     inputs: dict[fx.Node, Any] = {}
     constants: dict[str, Tensor] = {}
     refs: dict[str, Ref] = {}
     position = 0
-    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+    for node, spec in zip(nodes, exported.input_specs, strict=True):
         val = node.meta.get("val")
         if spec.kind is InputKind.USER_INPUT:
             if isinstance(leaves[position], Tensor):
@@ -159,24 +168,25 @@ def _inputs(
                 inputs[node] = leaves[position]
             position += 1
             continue
-        if spec.kind is InputKind.CONSTANT_TENSOR and spec.target not in canonical:
-            value = exported.constants[spec.target]
-            if value.requires_grad or spec.target in found.assigned:
+        target = str(spec.target)
+        if spec.kind is InputKind.CONSTANT_TENSOR and target not in canonical:
+            value = exported.constants[target]
+            if value.requires_grad or target in exported.assigned:
                 advice = (
                     "requires gradients but is not a parameter; register it as one"
                     if value.requires_grad
                     else "is replaced in its forward; register it as a buffer and write to that"
                 )
-                raise trace_error(f"the model's tensor {spec.target} {advice}", builder.source)
-            name, kind, grad = spec.target, "constant", False
+                raise trace_error(f"the model's tensor {target} {advice}", builder.source)
+            name, kind, grad = target, "constant", False
             constants[name] = value
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            name = canonical[spec.target]
+            name = canonical[target]
             kind = states[name].kind
             grad = states[name].spec.differentiable
         else:
             raise trace_error(
-                f"the forward uses an object that cannot be traced ({spec.target}): a "
+                f"the forward uses an object that cannot be traced ({target}): a "
                 "torch.Generator, a scripted class, ...",
                 builder.source,
             )

@@ -6,6 +6,7 @@ its size (it reads nothing of ``x`` but its metadata). Values and layouts stay a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -61,9 +62,13 @@ def _expand(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
 
 
 def _slice(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
-    node: fx.Node = call[1][0]
+    target, (node, *_), _ = call
     step = argument(call, "step", 1)
-    return node if step == 1 and b.facts[node].val.shape == val.shape else None
+    if step == 1 and b.facts[node].val.shape == val.shape:
+        return node if isinstance(node, fx.Node) else None
+    dim, end = argument(call, "dim", 0), argument(call, "end")
+    bounds = argument(call, "start") or 0, sys.maxsize if end is None else end
+    return (target, (node, dim, *bounds, *([step] if step != 1 else [])), {})
 
 
 def _dropout(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
