@@ -66,7 +66,8 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
     if target is aten.dropout.default:
         _make_contiguous(graph, node)
         return
-    if target in _SUMS and info(node).type == P and P not in operands:
+    axes = info(node).axes
+    if axes is not None and axes.average and info(node).type == P and P not in operands:
         _SUMS[target](graph, node)
         return
     args, kwargs = local_call(node, operands, result_types(node), ranks)
