@@ -190,8 +190,8 @@ def _plain_add(node: fx.Node) -> bool:
 def _terms(node: Any, root: TensorSpec) -> list[Any]:
     """The addends of a tree of additions whose inner sums have no other use."""
     if isinstance(node, fx.Node) and _plain_add(node) and is_tensor(node):
-        same = tensor_spec(node) == root
-        if same and len(node.users) == 1:
+        uses = sum(list(user.args).count(node) for user in node.users)
+        if tensor_spec(node) == root and len(node.users) == uses == 1:
             return [t for argument in node.args for t in _terms(argument, root)]
     return [node]
 

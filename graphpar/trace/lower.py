@@ -19,10 +19,10 @@ from torch.amp import autocast_mode
 from graphpar.provenance import source_of
 from graphpar.trace import memory
 from graphpar.trace.autocast import Autocast
-from graphpar.trace.build import Builder, argument, aten
+from graphpar.trace.build import Builder, Call, argument, aten
 from graphpar.trace.functionalize import changes_view, fit, value_written, view_of, written
 from graphpar.trace.memory import Ref, Step
-from graphpar.trace.simplify import simplify
+from graphpar.trace.simplify import idle_dropout, simplify
 from graphpar.trace.where import trace_error
 
 _CHECKS = {
@@ -67,6 +67,14 @@ def updates_statistics(node: fx.Node) -> bool:
     call = (node.target, node.args, node.kwargs)
     training = argument(call, names[node.target])
     return bool(training) and argument(call, "running_mean") is not None
+
+
+def _same_memory(a: Any, b: Tensor) -> bool:
+    return (
+        isinstance(a, Tensor)
+        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    )
 
 
 def _unsupported(target: Any) -> str:
@@ -117,6 +125,8 @@ class Lowering:
             raise trace_error(_unsupported(target), self.b.source)
         elif target._schema.name.split("::")[1] in _CHECKS:
             pass
+        elif target is aten.broadcast_tensors.default:
+            self.env[node] = self.broadcast(node)
         elif written(target):
             self.env[node] = self.in_place(node, target)
         elif updates_statistics(node):
@@ -152,8 +162,14 @@ class Lowering:
     def op(self, node: fx.Node, target: OpOverload) -> Any:
         val = node.meta["val"]
         self.check_static(target, val)
-        simple = simplify(self.b, self.autocast.cast((target, *self.arguments(node))), val)
-        parent = self.viewed(node, target, val) if self.writes else None
+        if (same := self.returned(node, target, val)) is not None:
+            return self.env[same]
+        call = self.autocast.cast((target, *self.arguments(node)))
+        return self.emit(call, val, self.viewed(node, target, val) if self.writes else None)
+
+    def emit(self, call: Call, val: Any, parent: Ref | None) -> Any:
+        """The plain spelling of ``call``; its result is a view if it has a ``parent``."""
+        simple = simplify(self.b, call, val)
         step = None
         if isinstance(simple, fx.Node):
             new = simple
@@ -165,6 +181,35 @@ class Lowering:
         if not isinstance(val, Tensor):
             return Several(new, parent, step)
         return memory.base(new) if parent is None else memory.view(parent, step, new)
+
+    def broadcast(self, node: fx.Node) -> list[Ref]:
+        """``broadcast_tensors``: each tensor expanded; one of the full shape is itself."""
+        found: list[Ref] = []
+        for x, val in zip(node.args[0], node.meta["val"], strict=True):  # type: ignore[arg-type]
+            if x.meta["val"].shape == val.shape:
+                found.append(self.env[x])
+                continue
+            call: Call = (aten.expand.default, (self.value(x), list(val.shape)), {})
+            found.append(self.emit(call, val, self.env[x] if self.writes else None))
+        return found
+
+    def returned(self, node: fx.Node, target: OpOverload, val: Any) -> fx.Node | None:
+        """The argument that the op returns as it is: ``y.float()`` of a float ``y`` is ``y``.
+
+        Export takes such a result for the newer name of ``y``, also after a ``no_grad`` region
+        that only looked at it: detaching it there would cut the gradient of ``y``.
+        """
+        if not isinstance(val, Tensor) or (self.grad_mode and not self.writes):
+            return None
+        if idle_dropout((target, node.args, node.kwargs)):
+            return node.args[0]  # type: ignore[return-value]
+        alike = [n for n in node.all_input_nodes if _same_memory(n.meta.get("val"), val)]
+        if not alike:
+            return None
+        with torch.no_grad(), self.b.fake():
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            result = target(*args, **kwargs)
+        return next((n for n in alike if n.meta["val"] is result), None)
 
     def check_static(self, target: OpOverload, val: Any) -> None:
         """No shape or number may depend on the values of tensors."""

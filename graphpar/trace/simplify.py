@@ -71,9 +71,16 @@ def _slice(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
     return (target, (node, dim, *bounds, *([step] if step != 1 else [])), {})
 
 
+def idle_dropout(call: Call) -> bool:
+    """Whether the call is a dropout that returns its input."""
+    if _RULES.get(call[0]) is not _dropout:
+        return False
+    return argument(call, "p", 0.5) == 0 or not argument(call, "train", True)
+
+
 def _dropout(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
     node: fx.Node = call[1][0]
-    idle = argument(call, "p", 0.5) == 0 or not argument(call, "train", True)
+    idle = idle_dropout(call)
     if idle or call[0] is not aten.dropout.default:
         return node if idle else None
     # The mask is drawn in the order of the memory: spell that order out, so that it does not

@@ -26,7 +26,7 @@ from torch.fx.proxy import TracerBase
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
-from graphpar.trace.where import is_users, trace_error, user_line
+from graphpar.trace.where import trace_error, user_frame, user_line
 
 _SHAPES_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 _TORCH_ROOT = str(Path(torch.__file__).parent)
@@ -139,10 +139,10 @@ def _export_itself() -> list[Patch]:
 
     def innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         start = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
-        users = [frame for frame in frames[start:] if is_users(frame.filename)]
-        if not users:
+        users = user_frame(frames[start:])
+        if users is None:
             return keep_forwards(tracer, frames)
-        return traceback.StackSummary.from_list(users[-1:])
+        return traceback.StackSummary.from_list([users])
 
     return [
         # Export keeps the frames of forwards; the user's line may be in a function they call.

@@ -26,6 +26,10 @@ def trace_error(message: str, source: Source | None) -> TraceError:
     return error
 
 
+_TYPED_IN = ("<stdin>", "<string>")
+"""Code of a prompt or of ``exec``; generated methods (of dataclasses) have these names too."""
+
+
 @cache
 def is_users(file: str) -> bool:
     """Whether a file is outside torch, graphpar, generated code and the standard library."""
@@ -34,9 +38,14 @@ def is_users(file: str) -> bool:
     return not file.startswith(LIBRARY_ROOTS) and _STANDARD_LIBRARY not in (folder, package)
 
 
+def user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost of ``frames`` that is the user's: in a file, or else typed in."""
+    users = [f for f in frames if is_users(f.filename)]
+    users = users or [f for f in frames if f.filename in _TYPED_IN]
+    return users[-1] if users else None
+
+
 def user_line(frames: Sequence[traceback.FrameSummary]) -> Source | None:
-    """The innermost of ``frames`` that is the user's."""
-    for frame in reversed(frames):
-        if is_users(frame.filename):
-            return Source(frame.filename, frame.lineno or 0)
-    return None
+    """The line of :func:`user_frame`."""
+    frame = user_frame(frames)
+    return frame and Source(frame.filename, frame.lineno or 0)

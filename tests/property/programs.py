@@ -14,8 +14,9 @@ from torch import nn
 
 from tests.property.pick import Pick
 from tests.property.program_draft import Draft, a_size, rarely
+from tests.property.program_drawers import embedding
 from tests.property.program_nets import Body, Input, Model, make_input, randomise
-from tests.property.program_steps import embedding, grow
+from tests.property.program_steps import grow
 
 RANKS = (2, 4, 2, 4, 3, 3, 8, 8, 1)
 

@@ -78,7 +78,21 @@ MEAN_OVER_A_SHARDED_AXIS = Program(
     seed=2,
 )
 
+DOUBLED = Program(
+    inputs=(Input("grad", (2, 4, 6)),),
+    body=Body(
+        steps=(
+            Step("linear", (0,), {"out": 8, "bias": True, "form": "module"}),
+            Step("pair", (1, 1), {"form": "add"}),
+        ),
+        outputs=(2,),
+    ),
+    tp=2,
+    seed=0,
+)
 
+
+@example(DOUBLED)
 @example(MEAN_OVER_A_SHARDED_AXIS)
 @given(program=programs())
 def test_random_programs_are_equivalent(program: Program) -> None:

@@ -163,3 +163,12 @@ def test_skeleton_of_computed_weights() -> None:
         hollow = skeleton(model)
         assert program_hash(trace(hollow, (x_(),))) == program_hash(trace(model, (x_(),)))
         assert [n for n, _ in hollow.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_a_model_that_was_typed_in() -> None:
+    source = "class Typed(nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+    names: dict[str, Any] = {"nn": nn}
+    exec(source, names)
+    program = trace(names["Typed"](), (torch.ones(2),))
+    (node,) = [n for n in program.graph.nodes if n.op == "call_function"]
+    assert (info(node).source.file, info(node).source.line) == ("<string>", 3)
