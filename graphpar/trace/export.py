@@ -111,6 +111,7 @@ def export(
     def watch_outputs(module: nn.Module, arguments: Any, result: Any) -> None:
         register_dataclasses(result)
 
+    register_dataclasses((tuple(args), dict(kwargs)))
     notices: list[str] = []
     with torch.inference_mode(False), torch.enable_grad():
         inputs = clone_inputs(tuple(args)), clone_inputs(dict(kwargs))
