@@ -26,6 +26,8 @@ from graphpar.program import (
 class Candidates:
     """``features`` may be cut anywhere, ``tokens`` outside products only.
 
+    ``parameters`` are the axes of parameters: a product is cut along one of those if it can be,
+    so that weights are sharded rather than gathered (those that a router looks up, too).
     ``residual`` are the values that carry the residual stream into and out of blocks, with the
     token axis they must be cut along (``None``: they stay Invariant). ``legal`` names the values
     of tp that would divide something, for messages.
@@ -33,6 +35,7 @@ class Candidates:
 
     features: frozenset[Axis]
     tokens: frozenset[Axis]
+    parameters: frozenset[Axis]
     residual: dict[fx.Node, Axis | None]
     legal: str
 
@@ -62,6 +65,14 @@ def _residual(program: Program) -> list[fx.Node]:
         shared = {_dims(n) for n in entries} & {_dims(n) for n in exits}
         found += [n for n in (*entries, *exits) if _dims(n) in shared]
     return found
+
+
+def _parameter_axes(program: Program) -> Iterator[Axis]:
+    for name, graph in program.graphs():
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                if program.state[program.state_name(name, node)].kind == "parameter":
+                    yield from axes_in(_dims(node))
 
 
 def _products(program: Program) -> Iterator[tuple[fx.Node, frozenset[Axis]]]:
@@ -114,6 +125,7 @@ def find_candidates(program: Program, ranks: int, *, sp: bool) -> Candidates:
     return Candidates(
         features=frozenset(free - tokens),
         tokens=frozenset(a for a in usable if a is not None) if sp else frozenset(),
+        parameters=frozenset(_parameter_axes(program)),
         residual=along,
         legal=_legal(everything - hidden - tokens - stuck),
     )

@@ -226,12 +226,10 @@ class Model:
         product = is_contraction(node.target)
         axes = self.candidates.features | (frozenset() if product else self.candidates.tokens)
         present = {a for dims in (*op.operands, *op.results) for a in axes_in(dims)}
-        sharded = [
-            strategy
-            for axis in sorted(present & axes, key=lambda a: a.id)
-            if (strategy := shard_strategy(op, {axis: (axis.size,)}, self.ranks)) is not None
-        ]
-        sharded = list(dict.fromkeys(s for s in sharded if consistent(s, operands)))
+        sharded = self._sharded(op, operands, present & axes)
+        if product:
+            along_weights = present & axes & self.candidates.parameters
+            sharded = self._sharded(op, operands, along_weights) or sharded
         must = (
             product
             and sharded
@@ -242,6 +240,13 @@ class Model:
             return sharded
         through = [s for s in partial_strategies(op) if consistent(s, operands)]
         return [uniform(op, I), uniform(op, R), *sharded, *through]
+
+    def _sharded(self, op: OpAxes, operands: list[fx.Node], axes: set[Axis]) -> list[Strategy]:
+        found = [
+            shard_strategy(op, {axis: (axis.size,)}, self.ranks)
+            for axis in sorted(axes, key=lambda a: a.id)
+        ]
+        return list(dict.fromkeys(s for s in found if s and consistent(s, operands)))
 
     def _block_of(self, node: fx.Node) -> str:
         return next(name for name, graph in self.program.graphs() if graph is node.graph)

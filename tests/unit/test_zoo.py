@@ -15,13 +15,14 @@ from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.program import Program
 from graphpar.testing import Equivalence, compare
 from graphpar.trace import trace
+from graphpar.types import Shard
 from tests import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
 # Their norms compute in float32 whatever the dtype, so sums differ in its rounding.
 FLOAT32_INSIDE = {"llama", "qwen3", "gemma2", "mixtral"}
-SHARDED_SHARE = {"lstm": 0.0, "mixtral": 0.3}
+SHARDED_SHARE = {"lstm": 0.0}
 
 
 @functools.cache
@@ -100,6 +101,19 @@ def test_packed_projection_is_cut_by_heads() -> None:
     width = zoo.WIDTH
     assert str(state.type).startswith("Shard(1")
     assert state.type.blocks == (width, width, width)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_experts_are_cut_along_their_inner_width(sp: bool) -> None:
+    """Their weights are looked up by a router: they stay in place, and one reduction follows."""
+    program = rewritten("mixtral", 2, sp)
+    for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
+        kind = program.state[f"model.layers.0.mlp.experts.{name}"].type
+        assert isinstance(kind, Shard)
+        assert kind.dim == dim
+    read = [n for n in program.blocks["model_layers"].nodes if "experts" in str(n.target)]
+    assert read
+    assert not any(is_conversion(user.target) for node in read for user in node.users)
 
 
 def test_tp_1_is_the_traced_graph() -> None:
