@@ -70,9 +70,12 @@ def _residual(program: Program) -> list[fx.Node]:
 def _parameter_axes(program: Program) -> Iterator[Axis]:
     for name, graph in program.graphs():
         for node in graph.nodes:
-            if node.op == "get_attr":
-                if program.state[program.state_name(name, node)].kind == "parameter":
-                    yield from axes_in(_dims(node))
+            if node.op == "get_attr" and _is_parameter(program, name, node):
+                yield from axes_in(_dims(node))
+
+
+def _is_parameter(program: Program, block: str, node: fx.Node) -> bool:
+    return program.state[program.state_name(block, node)].kind == "parameter"
 
 
 def _products(program: Program) -> Iterator[tuple[fx.Node, frozenset[Axis]]]:
@@ -81,7 +84,7 @@ def _products(program: Program) -> Iterator[tuple[fx.Node, frozenset[Axis]]]:
     for name, graph in program.graphs():
         for node in graph.nodes:
             if node.op == "get_attr":
-                if program.state[program.state_name(name, node)].kind == "parameter":
+                if _is_parameter(program, name, node):
                     weights.add(node)
             elif node.op == "call_function" and is_tensor(node):
                 operands = tensor_arguments(node)
