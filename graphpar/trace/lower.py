@@ -34,6 +34,8 @@ _CHECKS = {
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 }
+# Their results are contiguous; their meta functions say that they follow the targets' strides.
+_CONTIGUOUS = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 _BY_VALUE = (
     "depends on the values of tensors; compute with tensors instead (torch.where, masks, padding), "
     "or take the decision outside the model"
@@ -171,6 +173,9 @@ class Lowering:
     def op(self, node: fx.Node, target: OpOverload) -> Any:
         val = node.meta["val"]
         self.check_static(target, val)
+        if target in _CONTIGUOUS:
+            with self.b.fake():
+                val = val.contiguous()
         if (same := self.returned(node, target, val)) is not None:
             return self.env[same]
         if is_composite(target) and (found := self.parts(node, target)) is not None:
