@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from graphpar.passes.rules import rule_for
+from graphpar.trace import functions
 from graphpar.trace.build import op_name
 from graphpar.trace.simplify import has_plain_spelling
 
@@ -30,6 +31,7 @@ def is_composite(target: OpOverload) -> bool:
         rule_for(target) is None
         and not has_plain_spelling(target)
         and op_name(target) not in _RECURRENCES
+        and target.namespace != functions.NAMESPACE
         and torch.Tag.nondeterministic_seeded not in target.tags
         and torch._C._dispatch_has_kernel_for_dispatch_key(
             target.name(), "CompositeImplicitAutograd"

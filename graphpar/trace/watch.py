@@ -1,6 +1,7 @@
 """What a forward does that export would drop without a word.
 
-Custom backwards, gradient hooks, seeds: numbers would be wrong, so they are errors. Activation
+Gradient hooks, seeds: numbers would be wrong, so they are errors. Functions with a backward of
+their own become ops. Activation
 checkpointing is lost too, but changes no number; changed attributes and Python's random numbers
 are built in as they are: warnings.
 """
@@ -26,10 +27,11 @@ from torch.fx.proxy import TracerBase
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
+from graphpar.trace.functions import FunctionRefused, apply_replaced, call_as_op
 from graphpar.trace.where import trace_error, user_frame, user_line
 
 _SHAPES_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-_TORCH_ROOT = str(Path(torch.__file__).parent)
+_OWN_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _HOOK = "a gradient hook on a tensor inside the forward would be lost; hook parameters instead"
 _GRADIENT = "a gradient is computed inside the forward, which graphpar cannot trace"
 _SEED = "the random number generator is seeded inside the forward, which would be lost"
@@ -38,11 +40,11 @@ Patch = tuple[Any, str, Any]
 
 
 def _refused(owner: Any, name: str, message: str) -> Patch:
-    """``owner.name`` raises, unless torch itself calls it."""
+    """``owner.name`` raises, unless torch or the tracer calls it."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_code.co_filename.startswith(_TORCH_ROOT):
+        if sys._getframe(1).f_code.co_filename.startswith(_OWN_ROOTS):
             return original(*args, **kwargs)
         raise trace_error(message, user_line(traceback.extract_stack()))
 
@@ -58,35 +60,42 @@ class _Watch:
         at = user_line(traceback.extract_stack())
         self.notice(f"{text}\n  at {at}" if at else text)
 
+    def lost(self, message: str) -> Exception:
+        return trace_error(message, user_line(traceback.extract_stack()))
+
     def checkpointing(self) -> list[Patch]:
         generator = checkpoint._checkpoint_without_reentrant_generator
-        apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-        def dropped() -> None:
-            self.say("the model's activation checkpointing is dropped: graphpar chooses its own")
 
         def without_reentrant(*args: Any, **kwargs: Any) -> Any:
-            dropped()
+            self.checkpoint_dropped()
             return generator(*args, **kwargs)
 
-        def function(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if cls is checkpoint.CheckpointFunction:  # takes the function, a flag, its inputs
-                dropped()
-                return args[0](*args[2:])
-            if not cls.__module__.startswith("torch._"):
-                hook = cls is BackwardHookFunction
-                what = "a module's backward hook" if hook else f"the backward of {cls.__name__}"
-                raise trace_error(
-                    f"{what}, a torch.autograd.Function, would be lost; use differentiable ops, "
-                    "or a torch.library.custom_op with register_autograd",
-                    user_line(traceback.extract_stack()),
-                )
-            return apply(cls, *args, **kwargs)
+        return [(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant)]
 
-        return [
-            (checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
-            (torch.autograd.Function, "apply", classmethod(function)),
-        ]
+    def checkpoint_dropped(self) -> None:
+        self.say("the model's activation checkpointing is dropped: graphpar chooses its own")
+
+    def function(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """``Function.apply`` as a trace should see it."""
+
+        def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if cls is checkpoint.CheckpointFunction:  # takes the function, a flag, its inputs
+                self.checkpoint_dropped()
+                return args[0](*args[2:])
+            if cls is BackwardHookFunction:
+                raise self.lost("a module's backward hook would be lost; hook parameters instead")
+            if cls.__module__.startswith("torch._"):
+                return apply(cls, *args, **kwargs)
+            try:
+                return call_as_op(cls, apply, args, kwargs)
+            except FunctionRefused as error:
+                raise self.lost(
+                    f"the backward of {cls.__name__}, a torch.autograd.Function, would be lost "
+                    f"({error}); use differentiable ops, or a torch.library.custom_op with "
+                    "register_autograd"
+                ) from error
+
+        return call
 
     def attributes(self) -> list[Patch]:
         original = nn.Module.__setattr__
@@ -180,6 +189,7 @@ def watched(model: nn.Module, notice: Callable[[str], None]) -> Iterator[None]:
             for owner, name, value in patches:
                 create = not hasattr(owner, name)
                 stack.enter_context(mock.patch.object(owner, name, value, create=create))
+            stack.enter_context(apply_replaced(watch.function))
             stack.enter_context(watch.random_numbers())
             yield
     finally:

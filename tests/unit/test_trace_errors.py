@@ -19,10 +19,11 @@ from tests.unit.trace_checks import Lambda, call, check, targets, x_
 aten = torch.ops.aten
 
 
-class Straight(torch.autograd.Function):
+class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
+        ctx.mark_dirty(x)
+        return x.mul_(2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -34,8 +35,8 @@ class Box:
         self.x = x
 
 
-def straight(m: Any, x: Tensor, y: Any, flag: bool) -> Any:
-    return Straight.apply(m.a(x))  # type: ignore[no-untyped-call]
+def doubled(m: Any, x: Tensor, y: Any, flag: bool) -> Any:
+    return Doubled.apply(m.a(x))  # type: ignore[no-untyped-call]
 
 
 def seeded(m: Any, x: Tensor, y: Any, flag: bool) -> Any:
@@ -77,7 +78,7 @@ def hooked(m: Any, x: Tensor, y: Any, flag: bool) -> Tensor:
             "values of tensors",
         ),
         (lambda m, x, y, flag: Box(x), "register_pytree_node"),
-        (straight, "Straight"),
+        (doubled, "Doubled"),
         (seeded, "seeded"),
         (forked, "seeded"),
         (own_gradient, "gradient is computed"),
@@ -102,7 +103,7 @@ def test_errors_name_the_line(fn: Any, says: str) -> None:
 
 
 def test_errors_leave_torch_and_the_model_as_they_were() -> None:
-    model = Lambda(straight)
+    model = Lambda(doubled)
     apply, setter = torch.autograd.Function.apply, nn.Module.__setattr__
     with pytest.raises(TraceError):
         trace(model, (x_(),))

@@ -51,6 +51,7 @@ MORE: dict[str, Callable[[int, float], Case]] = {
     "gptj": more.gptj,
     "gpt_neox": more.gpt_neox,
     "opt": more.opt,
+    "bloom": more.bloom,
     "falcon": more.falcon,
     "falcon_grouped": more.falcon_grouped,
     "mistral": more.mistral,
