@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphpar import testing
 from graphpar.api import transform
+from graphpar.checkpoint import load_checkpoint, save_checkpoint
 from graphpar.cost import CostModel
 from graphpar.errors import GraphparError, GraphparWarning
 from graphpar.parallel_module import ParallelModule
@@ -13,6 +14,8 @@ __all__ = [
     "GraphparError",
     "GraphparWarning",
     "ParallelModule",
+    "load_checkpoint",
+    "save_checkpoint",
     "testing",
     "transform",
 ]

@@ -27,6 +27,10 @@ class MeshError(GraphparError, RuntimeError):
     """Processes, groups or device meshes do not fit the program."""
 
 
+class CheckpointError(GraphparError, RuntimeError):
+    """A checkpoint is incomplete, or does not fit the model; the message names the tensor."""
+
+
 class RankMismatchError(MeshError):
     """Ranks hold different programs."""
 

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from graphpar.errors import GraphparError, InputError, MeshError
 from graphpar.interpret import autocast_off
 from graphpar.mesh import process_count
-from graphpar.ops.agree import check_agreement
+from graphpar.ops.agree import check_agreement, meet
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
 from graphpar.runtime import Container, compile_program, mirror, place, select, write_buffers
-from graphpar.state import distribute, full_state
+from graphpar.state import distribute, full_state, in_pieces, packed_types
 from graphpar.trace import Tracer, bind, call_key, flatten, unflatten
 from graphpar.trace.fold import draws
 from graphpar.trace.skeleton import skeleton
@@ -214,7 +214,13 @@ class ParallelModule(Container):
         return text
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The original's state dict with whole plain tensors; all ranks must call it."""
+        """The original's state dict with whole plain tensors; all ranks must call it.
+
+        Raises:
+            RankMismatchError: after half a minute, if another rank does not.
+        """
+        if self._mesh is not None:
+            meet(self._group, "full_state_dict")
         states = list(self._known().program.state.values())
         return full_state(self.state_dict(), states, self._mesh)
 
@@ -225,8 +231,17 @@ class ParallelModule(Container):
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's; parameters are DTensors that ``torch.distributed.checkpoint`` takes."""
         self._known()
-        return super().state_dict(*args, **kwargs)
+        found = super().state_dict(*args, **kwargs)
+        if self._mesh is None or kwargs.get("keep_vars", False):
+            return found
+        prefix = kwargs.get("prefix", "")
+        for name, kind in packed_types(self.program.state.values()).items():
+            value = found.get(prefix + name)
+            if isinstance(value, DTensor):
+                found[prefix + name] = in_pieces(value, kind)
+        return found
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

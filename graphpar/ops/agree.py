@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from datetime import timedelta
 from itertools import zip_longest
 
 import torch
@@ -41,6 +42,30 @@ def check_agreement(digest: str, group: str, what: str, detail: str = "") -> Non
         for note in _first_difference(kinds[0][0], kind[0], details):
             error.add_note(note)
     raise error
+
+
+_MEETINGS: dict[tuple[str, str], int] = {}
+
+
+def meet(group: str, what: str, *, timeout_s: float = 30.0) -> None:
+    """Wait until all ranks of ``group`` are about to do ``what``, which is collective.
+
+    Raises:
+        RankMismatchError: a rank has not come after ``timeout_s`` seconds; it names the rank.
+    """
+    number = _MEETINGS[group, what] = _MEETINGS.get((group, what), 0) + 1
+    ranks = dist.get_process_group_ranks(process_group(group))
+    store = dist.distributed_c10d._get_default_store()
+    keys = {rank: f"graphpar/{group}/{what}/{number}/{rank}" for rank in ranks}
+    store.set(keys[dist.get_rank()], "here")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        absent = [rank for rank, key in keys.items() if not store.check([key])]
+        others = f"{_ranks(absent)} ha{'s' if len(absent) == 1 else 've'} not"
+        raise RankMismatchError(
+            f"{what} must be called by all {len(ranks)} ranks: after {timeout_s:g} s {others}"
+        ) from error
 
 
 def _ranks(ranks: list[int]) -> str:

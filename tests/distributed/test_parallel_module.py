@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import graphpar
 from graphpar.errors import MeshError, RankMismatchError
 from graphpar.interpret import model_state
+from graphpar.ops.agree import meet
 from graphpar.program import Program
 from graphpar.runtime import compile_program, mirror, place
 from graphpar.state import local_part
@@ -166,6 +167,22 @@ def errors(rank: int, group: str) -> list[str]:
     except RankMismatchError as error:
         found.append(str(error))
     return found
+
+
+def alone(rank: int, group: str) -> str:
+    """What a rank gets that does alone what all must do."""
+    if rank == 0:
+        with pytest.raises(RankMismatchError) as error:
+            meet(group, "saving", timeout_s=1.0)
+        dist.barrier()
+        return str(error.value)
+    dist.barrier()
+    return ""
+
+
+def test_a_collective_that_one_rank_calls_is_an_error() -> None:
+    first, _ = run_processes(2, alone, timeout=60)
+    assert first == "saving must be called by all 2 ranks: after 1 s rank 1 has not"
 
 
 def test_errors_reach_all_ranks() -> None:
