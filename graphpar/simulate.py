@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ops import is_conversion, signature
-from graphpar.ops.reference import redistribute
+from graphpar.ops.reference import on_all_ranks, redistribute
+from graphpar.passes.rules import FORMS, is_form, whole_op
 from graphpar.program import Program, is_getitem, output_node, placeholders
 from graphpar.types import Shard, cut, join
 
@@ -112,6 +113,9 @@ class Simulation:
             return redistribute(env[node.args[0]], before, after)  # type: ignore[index]
         if target is torch.ops.graphpar.dropout.default:
             return self._dropout(node, env)
+        if is_form(target):
+            calls = [fx.node.map_arg(node.args, lambda n, r=r: env[n][r]) for r in range(self.ranks)]
+            return list(on_all_ranks(FORMS[whole_op(target)], calls))
         results = []
         random = target in _RANDOM or torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None

@@ -25,7 +25,13 @@ from graphpar.axes import Axis, OpAxes
 from graphpar.cost import CostModel, is_contraction
 from graphpar.passes.annotate.candidates import Candidates, axes_in
 from graphpar.passes.annotate.milp import Expression, Milp
-from graphpar.passes.rules import Strategy, partial_strategies, shard_strategy, tensor_arguments
+from graphpar.passes.rules import (
+    FORMS,
+    Strategy,
+    partial_strategies,
+    shard_strategy,
+    tensor_arguments,
+)
 from graphpar.passes.rules.strategy import uniform
 from graphpar.program import (
     Program,
@@ -236,12 +242,24 @@ class Model:
             and self.flops[node] * self.program.call_count(self._block_of(node))
             >= MUST_SHARD_SHARE * self.total
         )
-        if must:
-            return sharded
+        taken = self._sharded(op, operands, self._along_weights(node, op))
+        if must or taken:
+            return taken or sharded
         through = [s for s in partial_strategies(op) if consistent(s, operands)]
         return [uniform(op, I), uniform(op, R), *sharded, *through]
 
-    def _sharded(self, op: OpAxes, operands: list[fx.Node], axes: set[Axis]) -> list[Strategy]:
+    def _along_weights(self, node: fx.Node, op: OpAxes) -> set[Axis]:
+        """The weight axes over which a form on shards reduces, such as the vocabulary.
+
+        It takes them as the product leaves them: neither the logits nor a tied table, the largest
+        tensors of a model, is ever whole on a rank.
+        """
+        if node.target not in FORMS:
+            return set()
+        taken = op.contracted | op.reduced
+        return set(taken & self.candidates.weights & self.candidates.features)
+
+    def _sharded(self, op: OpAxes, operands: list[fx.Node], axes: Iterable[Axis]) -> list[Strategy]:
         found = [
             shard_strategy(op, {axis: (axis.size,)}, self.ranks)
             for axis in sorted(axes, key=lambda a: a.id)
@@ -262,9 +280,25 @@ class Model:
         nbytes = sum(s.nbytes // (self.ranks if isinstance(t, Shard) else 1) for s, t in pairs)
         cut = any(isinstance(t, Shard) for t in (*strategy.operands, *strategy.results))
         us = self.cost.op_us(self.flops[node] // (self.ranks if cut else 1), nbytes)
+        us += self._reduction_us(node, operands, strategy)
         if any(letter(t) == "R" for t in strategy.results):
             us += _PREFER_INVARIANT_US
         return us
+
+    def _reduction_us(
+        self, node: fx.Node, operands: list[fx.Node], strategy: Strategy
+    ) -> float:
+        """What a form on shards reduces by itself: a maximum and a sum for each slice along the
+        axis, and in backward a sum if the result is sharded."""
+        op, kind = info(node).axes, strategy.operands[0] if operands else None
+        if op is None or not op.reduced or not isinstance(kind, Shard):
+            return 0.0
+        x = tensor_spec(operands[0])
+        if op.reduced.isdisjoint(axes_in(op.operands[0][kind.dim : kind.dim + 1])):
+            return 0.0
+        times = 3 if isinstance(strategy.results[0], Shard) and x.differentiable else 2
+        nbytes = x.nbytes // x.shape[kind.dim]
+        return times * self.cost.collective_us("all_reduce", nbytes, self.ranks)
 
     def _outputs(self, block: str, graph: fx.Graph) -> None:
         if not block:

@@ -10,13 +10,19 @@ from graphpar.passes.rules.einsum import new_axis, whole_terms
 
 
 def embedding(call: Call) -> OpRule:
-    """The table's rows must be whole: a lookup may hit any of them."""
+    """A rank that holds some rows of the table looks up those: the result is Partial.
+
+    Not where the gradient is scaled by how often all ids occur, or sparse.
+    """
     weight, indices = call["weight"], call["indices"]
-    out = [*indices.dims, weight.dims[1]]
-    whole = list(weight.dims[0])
+    rule = OpRule([[*indices.dims, weight.dims[1]]], partial=[{weight.index}])
     if call.get("scale_grad_by_freq"):
-        whole += whole_terms(indices.dims)
-    return OpRule([out], whole=whole, partial=[{weight.index}])
+        rule.whole = [*weight.dims[0], *whole_terms(indices.dims)]
+    elif call.get("sparse"):
+        rule.whole = list(weight.dims[0])
+    else:
+        rule.contracted, rule.own = list(weight.dims[0]), [0]
+    return rule
 
 
 def gather(call: Call) -> OpRule | None:
