@@ -43,6 +43,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "gather",
     "is_conversion",
     "log_softmax",
     "nll_loss",
@@ -157,6 +158,23 @@ def embedding(
     return _ops.embedding.default(  # type: ignore[no-any-return]
         weight, indices, padding_idx, scale_grad_by_freq, sparse, dim, blocks, group
     )
+
+
+def gather(
+    x: Tensor,
+    gather_dim: int,
+    index: Tensor,
+    sparse_grad: bool,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Shard(dim), index Replicate → Partial: ``aten.gather`` along the sharded dimension ``dim``.
+
+    ``x`` [..., sum(blocks) / t, ...], ``index`` of places in the whole dimension → the index's
+    shape, zero where other ranks hold the element.
+    """
+    return _ops.gather.default(x, gather_dim, index, sparse_grad, dim, blocks, group)  # type: ignore[no-any-return]
 
 
 def log_softmax(

@@ -97,6 +97,10 @@ _SHARDED_SCHEMAS = {
         "embedding(Tensor weight, Tensor indices, int padding_idx, bool scale_grad_by_freq,"
         " bool sparse, int dim, int[] blocks, str group) -> Tensor"
     ),
+    "gather": (
+        "gather(Tensor x, int gather_dim, Tensor index, bool sparse_grad, int dim, int[] blocks,"
+        " str group) -> Tensor"
+    ),
     "log_softmax": (
         "log_softmax(Tensor x, int softmax_dim, ScalarType? dtype, int dim, int[] blocks,"
         " str group) -> Tensor"

@@ -54,6 +54,15 @@ class Place:
             offset += size
         return found, mine
 
+    def position(self, id: int) -> int:
+        """Where this rank holds one id, which all ranks know; -1 if it does not."""
+        offset = 0
+        for start, size in intervals(self.blocks, self.rank, self.ranks):
+            if start <= id < start + size:
+                return offset + id - start
+            offset += size
+        return -1
+
 
 def embedding(
     place: Place,
@@ -68,12 +77,19 @@ def embedding(
     Gradient: each rank's own rows (Shoeybi et al. 2019, section 3).
     """
     found, mine = place.positions(indices)
-    padding = -1
-    if padding_idx >= 0:
-        row, held = place.positions(torch.tensor(padding_idx))
-        padding = int(row) if held else -1
+    padding = place.position(padding_idx)
     rows = aten.embedding.default(weight, found, padding, scale_grad_by_freq, sparse)
     return rows.masked_fill(~mine.unsqueeze(-1), 0)
+    yield  # a generator without a reduction
+
+
+def gather(
+    place: Place, x: Tensor, gather_dim: int, index: Tensor, sparse_grad: bool = False
+) -> Steps:
+    """``x`` Shard(gather_dim), index Replicate → Partial: the elements held, zeros for others."""
+    found, mine = place.positions(index)
+    picked = aten.gather.default(x, gather_dim, found, sparse_grad=sparse_grad)
+    return picked.masked_fill(~mine, 0)
     yield  # a generator without a reduction
 
 
@@ -180,6 +196,7 @@ def _reduced(losses: Tensor, kept: Tensor, weights: Tensor | None, reduction: in
 
 SHARDED: dict[str, Callable[..., Steps]] = {
     "embedding": embedding,
+    "gather": gather,
     "log_softmax": log_softmax,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,

@@ -26,7 +26,7 @@ from graphpar.cost import CostModel, is_contraction
 from graphpar.passes.annotate.candidates import Candidates, axes_in
 from graphpar.passes.annotate.milp import Expression, Milp
 from graphpar.passes.rules import (
-    FORMS,
+    ALONG_WEIGHTS,
     Strategy,
     partial_strategies,
     shard_strategy,
@@ -249,12 +249,8 @@ class Model:
         return [uniform(op, I), uniform(op, R), *sharded, *through]
 
     def _along_weights(self, node: fx.Node, op: OpAxes) -> set[Axis]:
-        """The weight axes over which a form on shards reduces, such as the vocabulary.
-
-        It takes them as the product leaves them: neither the logits nor a tied table, the largest
-        tensors of a model, is ever whole on a rank.
-        """
-        if node.target not in FORMS:
+        """The weight axes, such as the vocabulary, that the op must run on shards of."""
+        if node.target not in ALONG_WEIGHTS:
             return set()
         taken = op.contracted | op.reduced
         return set(taken & self.candidates.weights & self.candidates.features)

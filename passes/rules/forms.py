@@ -16,10 +16,16 @@ aten = torch.ops.aten
 
 FORMS: Mapping[torch._ops.OpOverload, str] = {
     aten.embedding.default: "embedding",
+    aten.gather.default: "gather",
     aten.cross_entropy_loss.default: "cross_entropy",
     aten.nll_loss_nd.default: "nll_loss",
     aten.log_softmax.int: "log_softmax",
 }
+ALONG_WEIGHTS = frozenset(FORMS) - {aten.gather.default}
+"""The ops that take shards of a weight's axis as its product leaves them, whatever that costs: the
+largest tensors of a model, logits and tied tables, are never whole on a rank. A gather may be a
+router's, whose few experts are better whole."""
+
 _WHOLE = {f"graphpar::{name}": op for op, name in FORMS.items()}
 
 

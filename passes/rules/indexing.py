@@ -26,16 +26,18 @@ def embedding(call: Call) -> OpRule:
 
 
 def gather(call: Call) -> OpRule | None:
-    """Along ``dim`` the operand is whole; other dimensions are tied where sizes agree."""
+    """A rank that holds some elements along ``dim`` looks up those: the result is Partial. Other
+    dimensions are tied where sizes agree."""
     if not call.x.shape:
         return None
     x, index, dim = call.x, call["index"], call.dim()
-    whole = list(x.dims[dim])
+    whole: TermDim = []
     for d, (mine, other) in enumerate(zip(x.dims, index.dims, strict=True)):
         if d != dim:
             same = x.shape[d] == index.shape[d]
             whole += unify(mine, other) if same else [*mine, *other]
-    return OpRule([index.dims], whole=whole, partial=[{x.index}])
+    along = list(x.dims[dim])
+    return OpRule([index.dims], whole=whole, contracted=along, own=[dim], partial=[{x.index}])
 
 
 def index_select(call: Call) -> OpRule | None:
