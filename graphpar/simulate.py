@@ -114,7 +114,7 @@ class Simulation:
         if target is torch.ops.graphpar.dropout.default:
             return self._dropout(node, env)
         if is_form(target):
-            calls = [fx.node.map_arg(node.args, lambda n, r=r: env[n][r]) for r in range(self.ranks)]
+            calls = [self._call_of(node, env, rank)[0] for rank in range(self.ranks)]
             return list(on_all_ranks(FORMS[whole_op(target)], calls))
         results = []
         random = target in _RANDOM or torch.Tag.nondeterministic_seeded in target.tags
@@ -122,13 +122,18 @@ class Simulation:
         for rank in range(self.ranks):
             if state is not None:
                 torch.set_rng_state(state)
-
-            def of_rank(n: fx.Node, rank: int = rank) -> Any:
-                return env[n][rank]
-
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), of_rank)
+            args, kwargs = self._call_of(node, env, rank)
             results.append(target(*args, **kwargs))
         return results
+
+    @staticmethod
+    def _call_of(node: fx.Node, env: Mapping[fx.Node, Ranks], rank: int) -> Any:
+        """The arguments of one rank."""
+
+        def of_rank(n: fx.Node) -> Any:
+            return env[n][rank]
+
+        return fx.node.map_arg((node.args, node.kwargs), of_rank)
 
     def _dropout(self, node: fx.Node, env: Mapping[fx.Node, Ranks]) -> Ranks:
         x, p, train, dim, blocks, _ = node.args

@@ -78,7 +78,7 @@ def embedding(
     """
     found, mine = place.positions(indices)
     padding = place.position(padding_idx)
-    rows = aten.embedding.default(weight, found, padding, scale_grad_by_freq, sparse)
+    rows: Tensor = aten.embedding.default(weight, found, padding, scale_grad_by_freq, sparse)
     return rows.masked_fill(~mine.unsqueeze(-1), 0)
     yield  # a generator without a reduction
 
@@ -88,7 +88,7 @@ def gather(
 ) -> Steps:
     """``x`` Shard(gather_dim), index Replicate → Partial: the elements held, zeros for others."""
     found, mine = place.positions(index)
-    picked = aten.gather.default(x, gather_dim, found, sparse_grad=sparse_grad)
+    picked: Tensor = aten.gather.default(x, gather_dim, found, sparse_grad=sparse_grad)
     return picked.masked_fill(~mine, 0)
     yield  # a generator without a reduction
 

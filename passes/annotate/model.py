@@ -281,9 +281,7 @@ class Model:
             us += _PREFER_INVARIANT_US
         return us
 
-    def _reduction_us(
-        self, node: fx.Node, operands: list[fx.Node], strategy: Strategy
-    ) -> float:
+    def _reduction_us(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float:
         """What a form on shards reduces by itself: a maximum and a sum for each slice along the
         axis, and in backward a sum if the result is sharded."""
         op, kind = info(node).axes, strategy.operands[0] if operands else None

@@ -63,9 +63,9 @@ class OpRule:
     """What a rule answers; see :class:`graphpar.axes.OpAxes` for the meaning of the fields.
 
     ``whole`` keeps all axes within its terms whole. An axis that only operands have cannot be cut
-    unless it is ``contracted`` or ``reduced``, and one that only results have (a concatenation of operands is
-    one) unless it is among ``made``, the axes that the op can make in parts. ``own`` are the
-    dimensions of the first operand along which shards need the op's own form
+    unless it is ``contracted`` or ``reduced``, and one that only results have (a concatenation of
+    operands is one) unless it is among ``made``, the axes that the op can make in parts. ``own``
+    are the dimensions of the first operand along which shards need the op's own form
     (:mod:`graphpar.passes.rules.forms`). ``local`` gives the local value of size arguments by name.
     """
 

@@ -100,9 +100,13 @@ def execute(
     target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
 ) -> Any:
     """Run the op with the operands in place of the nodes among its arguments."""
-    values = iter(operands)
-    args, kwargs = fx.node.map_arg((args, kwargs), lambda _: next(values))
+    args, kwargs = _with_values((args, kwargs), operands)
     return target(*args, **kwargs)
+
+
+def _with_values(arguments: Any, operands: Sequence[Tensor]) -> Any:
+    values = iter(operands)
+    return fx.node.map_arg(arguments, lambda _: next(values))
 
 
 # --- cuts ---------------------------------------------------------------------------------------
@@ -271,17 +275,15 @@ class Checker:
     ) -> list[Run]:
         """The op's form on shards, on all ranks together; one list of operands for each rank."""
         leaves = list(map(self._leaves, operands))
-        calls = []
-        for mine in leaves:
-            values = iter(mine)
-            calls.append(fx.node.map_arg(args, lambda _, values=values: next(values)))
+        calls = [_with_values(args, mine) for mine in leaves]
         name = form._schema.name.removeprefix("graphpar::")
         results = on_all_ranks(name, calls)
         asked = [y for y in results if y.requires_grad]
         if asked:
             torch.autograd.backward(asked, list(cotangents))
         return [
-            Run([y.detach()], [x.grad for x in mine]) for y, mine in zip(results, leaves, strict=True)
+            Run([y.detach()], [x.grad for x in mine])
+            for y, mine in zip(results, leaves, strict=True)
         ]
 
     def split(self, value: Tensor, kind: Type, ranks: int) -> list[Tensor]:

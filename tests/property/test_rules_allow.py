@@ -209,7 +209,12 @@ ALLOWED: list[tuple[Target, tuple[Any, ...], dict[str, Any], str]] = [
         {},
         "R S0 -> S0, S1 R -> S1, P R -> P",
     ),
-    (aten.gather.default, (x(2, 6), 1, i(2, 4)), {}, "S0 S0 -> S0, S1 R -> P, R S1 -> S1, P R -> P"),
+    (
+        aten.gather.default,
+        (x(2, 6), 1, i(2, 4)),
+        {},
+        "S0 S0 -> S0, S1 R -> P, R S1 -> S1, P R -> P",
+    ),
     (aten.index_select.default, (x(2, 6), 1, i(4)), {}, "S0 R -> S0, R S0 -> S1, P R -> P"),
     (
         aten.index.Tensor,

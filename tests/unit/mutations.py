@@ -320,9 +320,8 @@ def mutants_of_forms(program: Program) -> Iterator[Mutant]:
     another layout, said to give another type; and the others made of it, with equal arguments."""
 
     def edits(node: fx.Node) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        *args, dim, blocks, group = node.args
-        assert isinstance(dim, int)
-        assert isinstance(blocks, tuple)
+        call: Any = node.args
+        *args, dim, blocks, group = call
         halves = tuple(size // 2 for size in blocks for _ in range(2))
         yield "other blocks", (*args, dim, halves, group)
         yield "other axis", (*args, dim - 1, blocks, group)
