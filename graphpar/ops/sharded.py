@@ -175,9 +175,13 @@ def _shifted(place: Place, x: Tensor) -> Steps:
 
 
 def _picked(x: Tensor, found: Tensor, mine: Tensor, dim: int) -> Tensor:
-    """The targets' elements that this rank holds, zeros for the others."""
-    picked = x.gather(dim, found.unsqueeze(dim)).squeeze(dim)
-    return picked.masked_fill(~mine, 0)
+    """The targets' elements that this rank holds, zeros for the others.
+
+    By index, since autograd would keep ``x`` for ``gather``.
+    """
+    rows = x.movedim(dim, -1).reshape(-1, x.size(dim))
+    each = torch.arange(len(rows), device=x.device)
+    return rows[each, found.flatten()].view(found.shape).masked_fill(~mine, 0)
 
 
 def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
