@@ -206,6 +206,9 @@ SHARDED: dict[str, Callable[..., Steps]] = {
     "nll_loss": nll_loss,
 }
 
+ALL_REDUCES = {"log_softmax": (2, 1), "cross_entropy": (2, 0)}
+"""How many all-reduces an op makes, in forward and in backward; the others make none."""
+
 
 def on_group(name: str, args: Sequence[Any]) -> Tensor:
     """Run this rank's part of an op; its last arguments are ``dim``, ``blocks`` and ``group``."""
