@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphpar.cost import CostModel
+from graphpar.errors import InternalError
 from graphpar.ops import is_conversion
 from graphpar.passes.rules import is_form
 from graphpar.program import Program, is_tensor, one_type, outputs, tensor_spec
 from graphpar.simulate import run_ranks
 from graphpar.testing import assert_equivalent, compare, rewrite
 from graphpar.types import I, Shard, local_shape
+from graphpar.verify import verify
+from tests.unit import mutations
 from tests.unit.case_models import PreNorm, Traffic
 
 aten, forms = torch.ops.aten, torch.ops.graphpar
@@ -327,3 +330,14 @@ def test_the_loss_adds_no_collective_to_backward() -> None:
     traffic = Traffic(rewrite(model, text(), tp=2), model, *text())
     assert traffic.backward == {"all_reduce": 5}
     assert traffic.shapes == [(BATCH, LENGTH, WIDTH)] * 5
+
+
+@pytest.mark.parametrize("apart", ["", "nll", "gather"])
+def test_the_verifier_refuses_other_forms(apart: str) -> None:
+    program = rewrite(Loss(16, True, apart), labelled(6), tp=2, cost=NO_LATENCY)
+    mutants = [*mutations.mutants_of_forms(program), *mutations.mutants_of_arguments(program)]
+    kinds = {mutant.kind for mutant in mutants}
+    assert kinds >= {"no reduction", "other blocks", "other axis", "other group", "declared"}
+    for mutant in mutants:
+        with pytest.raises(InternalError):
+            verify(mutant.program)
