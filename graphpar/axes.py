@@ -145,7 +145,8 @@ class OpAxes:
 
     ``operands`` has an entry per tensor argument (in the order of the schema, an argument that
     stands twice has two), ``results`` one per output tensor. Axes in ``whole`` must not be cut at
-    this op; a cut axis in ``contracted`` makes the results Partial. Each set in ``partial`` names
+    this op; a cut axis in ``contracted`` makes the results Partial; over one in ``reduced`` the op
+    reduces by itself, and results without it are Invariant. Each set in ``partial`` names
     operands through which the op is linear: if all of them are Partial and the others Replicate,
     so are the results Partial. ``average``: the contraction divides by the number of elements.
     ``opaque``: no rule is known, everything stays whole.
@@ -155,6 +156,7 @@ class OpAxes:
     results: tuple[Dims, ...]
     whole: frozenset[Axis] = frozenset()
     contracted: frozenset[Axis] = frozenset()
+    reduced: frozenset[Axis] = frozenset()
     partial: tuple[frozenset[int], ...] = ()
     average: bool = False
     opaque: bool = False

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.ops import is_conversion, signature
-from graphpar.ops.reference import redistribute
+from graphpar.ops.reference import on_all_ranks, redistribute
+from graphpar.passes.rules import FORMS, is_form, whole_op
 from graphpar.program import Program, is_getitem, output_node, placeholders
 from graphpar.types import Shard, cut, join
 
@@ -112,19 +113,27 @@ class Simulation:
             return redistribute(env[node.args[0]], before, after)  # type: ignore[index]
         if target is torch.ops.graphpar.dropout.default:
             return self._dropout(node, env)
+        if is_form(target):
+            calls = [self._call_of(node, env, rank)[0] for rank in range(self.ranks)]
+            return list(on_all_ranks(FORMS[whole_op(target)], calls))
         results = []
         random = target in _RANDOM or torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None
         for rank in range(self.ranks):
             if state is not None:
                 torch.set_rng_state(state)
-
-            def of_rank(n: fx.Node, rank: int = rank) -> Any:
-                return env[n][rank]
-
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), of_rank)
+            args, kwargs = self._call_of(node, env, rank)
             results.append(target(*args, **kwargs))
         return results
+
+    @staticmethod
+    def _call_of(node: fx.Node, env: Mapping[fx.Node, Ranks], rank: int) -> Any:
+        """The arguments of one rank."""
+
+        def of_rank(n: fx.Node) -> Any:
+            return env[n][rank]
+
+        return fx.node.map_arg((node.args, node.kwargs), of_rank)
 
     def _dropout(self, node: fx.Node, env: Mapping[fx.Node, Ranks]) -> Ranks:
         x, p, train, dim, blocks, _ = node.args

@@ -34,8 +34,9 @@ class Localize:
 
 
 def localize(program: Program, options: Localize = Localize()) -> Program:
-    """Rewrite size arguments to local sizes, means over sharded axes to sums, and dropout of
-    shards to one that draws the whole tensor's mask.
+    """Rewrite size arguments to local sizes, means over sharded axes to sums, dropout of shards to
+    one that draws the whole tensor's mask, and lookups and losses along a sharded axis to their
+    forms on shards.
 
     Needs: types that agree. Ensures: every rank can run the graphs on its parts; the form is
     "local". Numerics: reassociates.
@@ -70,10 +71,10 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
     if axes is not None and axes.average and info(node).type == P and P not in operands:
         _SUMS[target](graph, node)
         return
-    args, kwargs = local_call(node, operands, result_types(node), ranks)
-    if (args, kwargs) != (tuple(node.args), dict(node.kwargs)):
+    form, args, kwargs = local_call(node, operands, result_types(node), ranks)
+    if (form, args, kwargs) != (target, tuple(node.args), dict(node.kwargs)):
         annotate(node, whole_call=(tuple(node.args), dict(node.kwargs)))
-        node.args, node.kwargs = args, kwargs
+        node.target, node.args, node.kwargs = form, args, kwargs
 
 
 def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:

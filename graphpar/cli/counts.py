@@ -9,6 +9,8 @@ from torch import fx
 
 from graphpar.cli.output import table
 from graphpar.ops import is_conversion, signature
+from graphpar.ops.sharded import ALL_REDUCES
+from graphpar.passes.rules import FORMS, is_form, whole_op
 from graphpar.program import Program, tensor_spec
 from graphpar.types import CONVERSIONS, letter
 
@@ -39,6 +41,8 @@ def _count(program: Program, block: str, graph: fx.Graph) -> Collectives:
     for node in graph.nodes:
         if _is_parameter(program, block, node, of_parameters):
             of_parameters.add(node)
+        if is_form(node.target):
+            _count_within(node, found)
         if not is_conversion(node.target):
             continue
         source, target = signature(node.target, node.args[1:])
@@ -49,6 +53,14 @@ def _count(program: Program, block: str, graph: fx.Graph) -> Collectives:
         if backward and tensor_spec(node).differentiable:
             counts[1][backward] += 1
     return found
+
+
+def _count_within(node: fx.Node, found: Collectives) -> None:
+    """Add what an op on shards reduces by itself."""
+    sides = ALL_REDUCES.get(FORMS[whole_op(node.target)], (0, 0))
+    for counts, count in zip(found.activations, sides, strict=True):
+        if count and (counts is found.activations[0] or tensor_spec(node).differentiable):
+            counts["all_reduce"] += count
 
 
 def _is_parameter(program: Program, block: str, node: fx.Node, known: set[fx.Node]) -> bool:

@@ -40,8 +40,13 @@ __all__ = [
     "all_to_all",
     "conversion",
     "convert",
+    "cross_entropy",
     "dropout",
+    "embedding",
+    "gather",
     "is_conversion",
+    "log_softmax",
+    "nll_loss",
     "pad",
     "redistribute",
     "reduce_scatter",
@@ -132,6 +137,103 @@ def dropout(
     equal seeds give what the unmodified model gives, bit for bit on the CPU.
     """
     return _ops.dropout.default(x, p, train, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Table Shard(0), ids Replicate → Partial: ``aten.embedding`` of the rows that the rank holds.
+
+    ``weight`` [sum(blocks) / t, d], ``indices`` [...] of the whole table → [..., d], zero for ids
+    of other ranks (and for those outside the table). The gradient is that of the own rows, zero
+    for ``padding_idx``. Megatron-LM's vocabulary-parallel embedding (Shoeybi et al. 2019, §3).
+    """
+    return _ops.embedding.default(  # type: ignore[no-any-return]
+        weight, indices, padding_idx, scale_grad_by_freq, sparse, dim, blocks, group
+    )
+
+
+def gather(
+    x: Tensor,
+    gather_dim: int,
+    index: Tensor,
+    sparse_grad: bool,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Shard(dim), index Replicate → Partial: ``aten.gather`` along the sharded dimension ``dim``.
+
+    ``x`` [..., sum(blocks) / t, ...], ``index`` of places in the whole dimension → the index's
+    shape, zero where other ranks hold the element.
+    """
+    return _ops.gather.default(x, gather_dim, index, sparse_grad, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def log_softmax(
+    x: Tensor,
+    softmax_dim: int,
+    dtype: torch.dtype | None,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Shard → the same Shard: ``aten.log_softmax`` along the sharded dimension ``dim``.
+
+    ``x`` [..., sum(blocks) / t, ...] → the same shape. Forward all-reduces a maximum and a sum
+    without that dimension, backward a sum.
+    """
+    return _ops.log_softmax.default(x, softmax_dim, dtype, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Logits Shard(classes), target Replicate → Invariant: ``aten.cross_entropy_loss``.
+
+    ``x`` [N, sum(blocks) / t, ...], class indices ``target`` [N, ...], class weights ``weight``
+    [sum(blocks) / t] → [N, ...] or, with ``reduction`` 1 (mean) or 2 (sum), a scalar. Two
+    all-reduces of a few numbers per token forward, none backward: the gradient of the logits is
+    softmax less the (smoothed) targets on the classes held (Shoeybi et al. 2019, §3). float32
+    inside where ``x`` is narrower.
+    """
+    return _ops.cross_entropy.default(  # type: ignore[no-any-return]
+        x, target, weight, reduction, ignore_index, label_smoothing, dim, blocks, group
+    )
+
+
+def nll_loss(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+) -> Tensor:
+    """Log-probabilities Shard(classes), target and weights Replicate → Partial: ``nll_loss``.
+
+    Shapes as in :func:`cross_entropy`, but ``weight`` is whole. No communication.
+    """
+    return _ops.nll_loss.default(  # type: ignore[no-any-return]
+        x, target, weight, reduction, ignore_index, dim, blocks, group
+    )
 
 
 def redistribute(x: Tensor, source: Type, target: Type, group: str) -> Tensor:

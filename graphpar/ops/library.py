@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphpar.ops.dropout import dropout, dropout_mask, fake_dropout_mask
 from graphpar.ops.kernels import KERNELS
+from graphpar.ops.sharded import on_group
 from graphpar.ops.table import gradient
 
 _SCHEMAS = {
@@ -90,3 +91,35 @@ _library.define(
 _library.impl("dropout_mask", dropout_mask, "CompositeExplicitAutograd")
 _library.impl("dropout_mask", torch.library.fallthrough_kernel, "Autograd")  # has no gradient
 torch.library.register_fake("graphpar::dropout_mask", fake_dropout_mask, lib=_library)
+
+_SHARDED_SCHEMAS = {
+    "embedding": (
+        "embedding(Tensor weight, Tensor indices, int padding_idx, bool scale_grad_by_freq,"
+        " bool sparse, int dim, int[] blocks, str group) -> Tensor"
+    ),
+    "gather": (
+        "gather(Tensor x, int gather_dim, Tensor index, bool sparse_grad, int dim, int[] blocks,"
+        " str group) -> Tensor"
+    ),
+    "log_softmax": (
+        "log_softmax(Tensor x, int softmax_dim, ScalarType? dtype, int dim, int[] blocks,"
+        " str group) -> Tensor"
+    ),
+    "cross_entropy": (
+        "cross_entropy(Tensor x, Tensor target, Tensor? weight, int reduction, int ignore_index,"
+        " float label_smoothing, int dim, int[] blocks, str group) -> Tensor"
+    ),
+    "nll_loss": (
+        "nll_loss(Tensor x, Tensor target, Tensor? weight, int reduction, int ignore_index,"
+        " int dim, int[] blocks, str group) -> Tensor"
+    ),
+}
+
+
+def _compose(name: str) -> Callable[..., Tensor]:
+    return lambda *args: on_group(name, args)
+
+
+for _name, _schema in _SHARDED_SCHEMAS.items():
+    _library.define(_schema)
+    _library.impl(_name, _compose(_name), "CompositeImplicitAutograd")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from graphpar.errors import InternalError
-from graphpar.types import Shard, Type, convertible, cut, dual, join, letter
+from graphpar.ops.sharded import SHARDED, Place, Reduction
+from graphpar.types import P, Shard, Type, convertible, cut, dual, join, letter
 
 
 def redistribute(parts: Sequence[Tensor], source: Type, target: Type) -> list[Tensor]:
@@ -61,3 +62,28 @@ def _convert(parts: Sequence[Tensor], source: Type, target: Type) -> list[Tensor
 def _pad(part: Tensor, shard: Shard, rank: int, ranks: int) -> Tensor:
     others = [part if r == rank else torch.zeros_like(part) for r in range(ranks)]
     return join(others, shard)
+
+
+def on_all_ranks(name: str, calls: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """An op of :mod:`graphpar.ops.sharded` on every rank; ``calls`` are the ranks' arguments."""
+    steps = []
+    for rank, (*rest, dim, blocks, _) in enumerate(calls):
+        steps.append(SHARDED[name](Place(dim, tuple(blocks), rank, len(calls)), *rest))
+    given: list[Any] = [None] * len(calls)
+    while True:
+        asked, results = [], []
+        for each, value in zip(steps, given, strict=True):
+            try:
+                asked.append(each.send(value))
+            except StopIteration as end:
+                results.append(end.value)
+        if results:
+            return results
+        given = _reduce([x for x, _ in asked], asked[0][1])
+
+
+def _reduce(parts: list[Tensor], kind: Reduction) -> list[Tensor]:
+    if kind == "max":
+        top = torch.stack(parts).amax(0)
+        return [top.clone() for _ in parts]
+    return redistribute(parts, P, kind)

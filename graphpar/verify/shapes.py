@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from graphpar.passes.rules import is_form, whole_op
 from graphpar.program import Program, TensorSpec, info, tensor_spec
 from graphpar.types import I, local_shape
 from graphpar.verify.node import failure, is_graphpar, is_op, per_node
@@ -19,7 +20,9 @@ from graphpar.verify.node import failure, is_graphpar, is_op, per_node
 @per_node
 def check_shapes(program: Program, block: str, node: fx.Node) -> None:
     """Each op, run on fake tensors of its operands' whole shapes, gives its result's."""
-    if is_graphpar(node):
+    if is_form(node.target):
+        _compare_shapes(node, info(node).whole_call, 1)
+    elif is_graphpar(node):
         if tensor_spec(node) != tensor_spec(node.args[0]):  # type: ignore[arg-type]
             raise failure(node, f"{node.target} keeps the whole tensor's shape")
     elif is_op(node):
@@ -42,7 +45,7 @@ def _compare_shapes(node: fx.Node, call: Any, ranks: int) -> None:
     specs = spec if isinstance(spec, tuple) else (spec,)
     kinds = kind if isinstance(kind, tuple) else (kind,) * len(specs)
     leaves = tuple(map(type, pytree.tree_leaves((args, kwargs))))
-    found = _fake_results(node.target, _frozen(args), _frozen(kwargs), leaves)
+    found = _fake_results(whole_op(node.target), _frozen(args), _frozen(kwargs), leaves)
     for each, declared, result in zip(specs, kinds, found, strict=True):
         wanted = None if each is None else local(each, declared)
         if wanted is None or result is None:

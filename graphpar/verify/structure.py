@@ -10,6 +10,7 @@ from torch import fx
 
 from graphpar.errors import VerifyError
 from graphpar.ops import is_conversion
+from graphpar.passes.rules import is_form
 from graphpar.program import (
     Program,
     TensorSpec,
@@ -97,7 +98,8 @@ _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dte
 
 @per_node
 def check_ops(program: Program, block: str, node: fx.Node) -> None:
-    """Ops have no side effects, and none but the typed conversions communicates.
+    """Ops have no side effects, and none but the typed conversions and forms on shards
+    communicates.
 
     Keyword arguments stand in the order of the schema, which is that of operands in rules.
     """
@@ -109,7 +111,7 @@ def check_ops(program: Program, block: str, node: fx.Node) -> None:
     if op._schema.is_mutable:
         raise failure(node, f"{op} writes to its operands")
     own = is_conversion(op) and program.form != "whole"
-    own |= op is torch.ops.graphpar.dropout.default and program.form == "local"
+    own |= (op is torch.ops.graphpar.dropout.default or is_form(op)) and program.form == "local"
     if op.namespace in _COMMUNICATING or (op.namespace == "graphpar" and not own):
         raise failure(node, f"{op} may not stand in a program of form {program.form!r}")
     names = [a.name for a in op._schema.arguments]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphpar.errors import VerifyError
-from graphpar.passes.rules import local_call, op_axes, tensor_arguments
+from graphpar.passes.rules import is_form, local_call, op_axes, tensor_arguments
 from graphpar.program import Program, flat_nodes, info, outputs, result_types, tensor_spec
 from graphpar.types import I, P, R, Shard
 from graphpar.verify.derive import derive_type, fits, listed, may_cross
@@ -73,14 +73,17 @@ def _draws(node: fx.Node) -> bool:
 
 @per_node
 def check_local_arguments(program: Program, block: str, node: fx.Node) -> None:
-    """Size arguments are those that the rules give for the types."""
-    if not is_op(node):
+    """The op is the one that the rules give for the types: its own form on shards where they ask
+    for it, with the size arguments of one rank."""
+    if not is_op(node) and not is_form(node.target):
         return
     given = (tuple(node.args), dict(node.kwargs))
     if _nodes(info(node).whole_call or given) != _nodes(given):
         raise failure(node, f"{node.name} and its call on whole tensors have other operands")
-    wanted = local_call(node, operand_types(node), result_types(node), program.ranks)
-    if wanted != given:
+    target, *wanted = local_call(node, operand_types(node), result_types(node), program.ranks)
+    if target != node.target:
+        raise failure(node, f"one rank runs {target}, not {node.target}")
+    if tuple(wanted) != given:
         raise failure(node, f"arguments of {node.name} are not those of one rank")
 
 

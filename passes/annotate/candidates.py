@@ -28,6 +28,7 @@ class Candidates:
 
     ``parameters`` are the axes of parameters: a product is cut along one of those if it can be,
     so that weights are sharded rather than gathered (those that a router looks up, too).
+    ``weights`` are those of products among them.
     ``residual`` are the values that carry the residual stream into and out of blocks, with the
     token axis they must be cut along (``None``: they stay Invariant). ``legal`` names the values
     of tp that would divide something, for messages.
@@ -36,6 +37,7 @@ class Candidates:
     features: frozenset[Axis]
     tokens: frozenset[Axis]
     parameters: frozenset[Axis]
+    weights: frozenset[Axis]
     residual: dict[fx.Node, Axis | None]
     legal: str
 
@@ -129,6 +131,7 @@ def find_candidates(program: Program, ranks: int, *, sp: bool) -> Candidates:
         features=frozenset(free - tokens),
         tokens=frozenset(a for a in usable if a is not None) if sp else frozenset(),
         parameters=frozenset(_parameter_axes(program)),
+        weights=weights,
         residual=along,
         legal=_legal(everything - hidden - tokens - stuck),
     )

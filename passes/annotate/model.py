@@ -18,14 +18,20 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphpar.axes import Axis, OpAxes
 from graphpar.cost import CostModel, is_contraction
 from graphpar.passes.annotate.candidates import Candidates, axes_in
 from graphpar.passes.annotate.milp import Expression, Milp
-from graphpar.passes.rules import Strategy, partial_strategies, shard_strategy, tensor_arguments
+from graphpar.passes.annotate.price import flops_of, strategy_us
+from graphpar.passes.rules import (
+    ALONG_WEIGHTS,
+    Strategy,
+    partial_strategies,
+    shard_strategy,
+    tensor_arguments,
+)
 from graphpar.passes.rules.strategy import uniform
 from graphpar.program import (
     Program,
@@ -39,12 +45,9 @@ from graphpar.program import (
     placeholders,
     tensor_spec,
 )
-from graphpar.types import I, P, R, Shard, Type, convertible, letter
+from graphpar.types import I, P, R, Shard, Type, convertible
 
-aten = torch.ops.aten
-CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
 MUST_SHARD_SHARE = 1e-3
-_PREFER_INVARIANT_US = 1e-4
 _PER_CONVERSION_US = 1e-3
 
 
@@ -207,7 +210,8 @@ class Model:
         operands = tensor_arguments(node)
         chosen = []
         for strategy in self._op_strategies(node, operands):
-            x = self.milp.binary(count * self._op_us(node, operands, strategy))
+            us = strategy_us(node, operands, strategy, self.flops[node], self.cost, self.ranks)
+            x = self.milp.binary(count * us)
             chosen.append((strategy, x))
         self.milp.exactly_one(x for _, x in chosen)
         self.strategies[node] = chosen
@@ -236,12 +240,20 @@ class Model:
             and self.flops[node] * self.program.call_count(self._block_of(node))
             >= MUST_SHARD_SHARE * self.total
         )
-        if must:
-            return sharded
+        taken = self._sharded(op, operands, self._along_weights(node, op))
+        if must or taken:
+            return taken or sharded
         through = [s for s in partial_strategies(op) if consistent(s, operands)]
         return [uniform(op, I), uniform(op, R), *sharded, *through]
 
-    def _sharded(self, op: OpAxes, operands: list[fx.Node], axes: set[Axis]) -> list[Strategy]:
+    def _along_weights(self, node: fx.Node, op: OpAxes) -> set[Axis]:
+        """The weight axes, such as the vocabulary, that the op must run on shards of."""
+        if node.target not in ALONG_WEIGHTS:
+            return set()
+        taken = op.contracted | op.reduced
+        return set(taken & self.candidates.weights & self.candidates.features)
+
+    def _sharded(self, op: OpAxes, operands: list[fx.Node], axes: Iterable[Axis]) -> list[Strategy]:
         found = [
             shard_strategy(op, {axis: (axis.size,)}, self.ranks)
             for axis in sorted(axes, key=lambda a: a.id)
@@ -250,21 +262,6 @@ class Model:
 
     def _block_of(self, node: fx.Node) -> str:
         return next(name for name, graph in self.program.graphs() if graph is node.graph)
-
-    def _op_us(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float:
-        spec = info(node).spec
-        results = [spec] if isinstance(spec, TensorSpec) else [s for s in spec or () if s]
-        pairs = zip(
-            [*map(tensor_spec, operands), *results],
-            [*strategy.operands, *strategy.results],
-            strict=True,
-        )
-        nbytes = sum(s.nbytes // (self.ranks if isinstance(t, Shard) else 1) for s, t in pairs)
-        cut = any(isinstance(t, Shard) for t in (*strategy.operands, *strategy.results))
-        us = self.cost.op_us(self.flops[node] // (self.ranks if cut else 1), nbytes)
-        if any(letter(t) == "R" for t in strategy.results):
-            us += _PREFER_INVARIANT_US
-        return us
 
     def _outputs(self, block: str, graph: fx.Graph) -> None:
         if not block:
@@ -385,20 +382,3 @@ def tensor_results(node: fx.Node) -> list[int]:
     spec = info(node).spec
     assert isinstance(spec, tuple)
     return [i for i, s in enumerate(spec) if s is not None]
-
-
-def flops_of(node: fx.Node) -> int:
-    """Multiply-adds times two of a product's forward; 0 for other ops."""
-    if node.op != "call_function" or not is_contraction(node.target):
-        return 0
-    result = tensor_spec(node)
-    operands = [tensor_spec(n) for n in tensor_arguments(node)]
-    if node.target is aten.scaled_dot_product_attention.default:
-        return 2 * operands[1].shape[-2] * (operands[0].numel + result.numel)
-    if node.target in CONVOLUTIONS:
-        return 2 * result.numel * math.prod(operands[1].shape[1:])
-    op = info(node).axes
-    assert op is not None
-    kept = {dim for dims in op.results for dim in dims}
-    summed = {dim for dims in op.operands for dim in dims} - kept
-    return 2 * result.numel * math.prod(f.size for dim in summed for f in dim)

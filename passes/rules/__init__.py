@@ -8,19 +8,24 @@ pointwise. An op without a rule is *opaque*.
 from __future__ import annotations
 
 from graphpar.passes.rules.call import Call, OpRule, call_of, tensor_arguments
+from graphpar.passes.rules.forms import ALONG_WEIGHTS, FORMS, is_form, whole_op
 from graphpar.passes.rules.strategy import Strategy, partial_strategies, shard_strategy
 from graphpar.passes.rules.table import RULES, local_call, op_axes, rule_for
 
 __all__ = [
+    "ALONG_WEIGHTS",
+    "FORMS",
     "RULES",
     "Call",
     "OpRule",
     "Strategy",
     "call_of",
+    "is_form",
     "local_call",
     "op_axes",
     "partial_strategies",
     "rule_for",
     "shard_strategy",
     "tensor_arguments",
+    "whole_op",
 ]

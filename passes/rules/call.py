@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphpar.axes import TermDim, TermDims, unify
+from graphpar.passes.rules.forms import whole_op
 from graphpar.program import TensorSpec, info
 
 Shape = tuple[int, ...]
@@ -62,14 +63,17 @@ class OpRule:
     """What a rule answers; see :class:`graphpar.axes.OpAxes` for the meaning of the fields.
 
     ``whole`` keeps all axes within its terms whole. An axis that only operands have cannot be cut
-    unless it is ``contracted``, and one that only results have (a concatenation of operands is
-    one) unless it is among ``made``, the axes that the op can make in parts. ``local`` gives the
-    local value of size arguments by name.
+    unless it is ``contracted`` or ``reduced``, and one that only results have (a concatenation of
+    operands is one) unless it is among ``made``, the axes that the op can make in parts. ``own``
+    are the dimensions of the first operand along which shards need the op's own form
+    (:mod:`graphpar.passes.rules.forms`). ``local`` gives the local value of size arguments by name.
     """
 
     results: list[TermDims]
     whole: TermDim = field(default_factory=list)
     contracted: TermDim = field(default_factory=list)
+    reduced: TermDim = field(default_factory=list)
+    own: Sequence[int] = ()
     made: TermDim = field(default_factory=list)
     partial: Sequence[set[int]] = ()
     average: bool = False
@@ -89,8 +93,9 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def call_of(node: fx.Node, dims: Callable[[fx.Node], TermDims]) -> Call:
-    """The call of an ATen node; ``dims`` gives the axes of its arguments."""
-    target = node.target
+    """The call of an op (of the one that a form on shards stands for); ``dims`` gives the axes of
+    its arguments."""
+    target = whole_op(node.target)
     assert isinstance(target, torch._ops.OpOverload)
     args, kwargs = info(node).whole_call or (node.args, node.kwargs)
     operands: list[Operand] = []

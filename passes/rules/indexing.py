@@ -10,26 +10,34 @@ from graphpar.passes.rules.einsum import new_axis, whole_terms
 
 
 def embedding(call: Call) -> OpRule:
-    """The table's rows must be whole: a lookup may hit any of them."""
+    """A rank that holds some rows of the table looks up those: the result is Partial.
+
+    Not where the gradient is scaled by how often all ids occur, or sparse.
+    """
     weight, indices = call["weight"], call["indices"]
-    out = [*indices.dims, weight.dims[1]]
-    whole = list(weight.dims[0])
+    rule = OpRule([[*indices.dims, weight.dims[1]]], partial=[{weight.index}])
     if call.get("scale_grad_by_freq"):
-        whole += whole_terms(indices.dims)
-    return OpRule([out], whole=whole, partial=[{weight.index}])
+        rule.whole = [*weight.dims[0], *whole_terms(indices.dims)]
+    elif call.get("sparse"):
+        rule.whole = list(weight.dims[0])
+    else:
+        rule.contracted, rule.own = list(weight.dims[0]), [0]
+    return rule
 
 
 def gather(call: Call) -> OpRule | None:
-    """Along ``dim`` the operand is whole; other dimensions are tied where sizes agree."""
+    """A rank that holds some elements along ``dim`` looks up those: the result is Partial. Other
+    dimensions are tied where sizes agree."""
     if not call.x.shape:
         return None
     x, index, dim = call.x, call["index"], call.dim()
-    whole = list(x.dims[dim])
+    whole: TermDim = []
     for d, (mine, other) in enumerate(zip(x.dims, index.dims, strict=True)):
         if d != dim:
             same = x.shape[d] == index.shape[d]
             whole += unify(mine, other) if same else [*mine, *other]
-    return OpRule([index.dims], whole=whole, partial=[{x.index}])
+    along = list(x.dims[dim])
+    return OpRule([index.dims], whole=whole, contracted=along, own=[dim], partial=[{x.index}])
 
 
 def index_select(call: Call) -> OpRule | None:

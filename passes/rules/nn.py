@@ -167,18 +167,42 @@ def batch_norm(call: Call) -> OpRule:
 
 
 def cross_entropy(call: Call) -> OpRule | None:
-    """Classes are whole; tokens pass or are summed, but a mean over them needs all of them."""
+    """Shards of the classes exchange what they reduce; tokens pass or are summed, but a mean over
+    them needs all of them. Class weights are cut with the classes."""
+    rule = _token_losses(call)
+    if rule is not None:
+        classes = call["self"].dims[rule.own[0]]
+        rule.reduced = list(classes)
+        if call.get("weight") is not None:
+            rule.whole += unify(classes, call["weight"].dims[0])
+    return rule
+
+
+def nll_loss(call: Call) -> OpRule | None:
+    """A lookup along the classes: the loss of the targets that a rank holds is an addend. Class
+    weights are whole, so that each rank can divide a mean by those of all targets."""
+    rule = _token_losses(call)
+    if rule is not None:
+        rule.contracted += call["self"].dims[rule.own[0]]
+        if call.get("weight") is not None:
+            rule.whole += call["weight"].dims[0]
+    return rule
+
+
+def _token_losses(call: Call) -> OpRule | None:
+    """Losses of class indices, one per token, by ``reduction`` (0 none, 1 mean, 2 sum); ``None``
+    for targets that are probabilities."""
     x, target = call["self"], call["target"]
-    if len(x.shape) != 2 or len(target.shape) != 1:
+    if len(x.shape) != len(target.shape) + 1:
         return None
-    whole = [*x.dims[1], *unify(x.dims[0], target.dims[0])]
-    if call.get("weight") is not None:
-        whole += unify(x.dims[1], call["weight"].dims[0])
+    classes = min(len(x.shape) - 1, 1)
+    tokens = [dim for d, dim in enumerate(x.dims) if d != classes]
+    whole = [t for a, b in zip(tokens, target.dims, strict=True) for t in unify(a, b)]
     if call["reduction"] == 0:
-        return OpRule([x.dims[:1]], whole=whole)
+        return OpRule([tokens], whole=whole, own=[classes])
     if call["reduction"] == 1:
-        return OpRule([[]], whole=[*whole, *x.dims[0]])
-    return OpRule([[]], whole=whole, contracted=list(x.dims[0]))
+        return OpRule([[]], whole=[*whole, *whole_terms(tokens)], own=[classes])
+    return OpRule([[]], whole=whole, contracted=whole_terms(tokens), own=[classes])
 
 
 def sharded_dropout(kind: Shard) -> tuple[int, list[int]]:

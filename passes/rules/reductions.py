@@ -58,6 +58,12 @@ def norm_like(call: Call) -> OpRule:
     return OpRule([call.x.dims] * len(call.results), whole=_axes_along(call, dims))
 
 
+def log_softmax(call: Call) -> OpRule:
+    """Shards of the axis exchange their maximum and the sum of exponentials."""
+    dims = _reduced(call)
+    return OpRule([call.x.dims], reduced=_axes_along(call, dims), own=dims)
+
+
 def cumulative(call: Call) -> OpRule:
     rule = norm_like(call)
     rule.partial = [{0}]

@@ -38,20 +38,24 @@ def shard_strategy(op: OpAxes, cuts: Mapping[Axis, Blocks], ranks: int) -> Strat
     """The local execution of the op with some axes cut; ``None`` where that is not legal.
 
     Operands without a cut axis are Replicate. A result without a cut axis is Partial if a cut
-    axis was contracted.
+    axis was contracted, Invariant if the op reduced over it by itself.
     """
     if op.opaque or not op.whole.isdisjoint(cuts):
         return None
     if any(size % ranks for blocks in cuts.values() for size in blocks):
         return None
-    rest = P if any(axis in op.contracted for axis in cuts) else None
+    rest: Type | None = None
+    if not op.contracted.isdisjoint(cuts):
+        rest = P
+    elif not op.reduced.isdisjoint(cuts):
+        rest = I
     try:
         operands = tuple(sharding(dims, cuts) or R for dims in op.operands)
         results = tuple(sharding(dims, cuts) or rest for dims in op.results)
     except Unshardable:
         return None
     # A sum over one cut axis in a result that is cut along another would be lost.
-    if None in results or (rest is not None and any(r != rest for r in results)):
+    if None in results or (rest == P and any(r != P for r in results)):
         return None
     return Strategy(operands, tuple(r for r in results if r is not None))
 

@@ -12,7 +12,8 @@ from graphpar.axes import Axis, Dims, Freezer, OpAxes, TermDims, axes_of, fresh
 from graphpar.passes.rules import indexing, nn, parts, pointwise, reductions, spatial, views
 from graphpar.passes.rules.call import Call, OpRule, Rule, call_of
 from graphpar.passes.rules.einsum import whole_terms
-from graphpar.program import info, tensor_spec
+from graphpar.passes.rules.forms import form_of, whole_op
+from graphpar.program import MESH_DIM, info, tensor_spec
 from graphpar.types import Shard, Type, local_shape
 
 aten = torch.ops.aten
@@ -51,6 +52,7 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten._native_batch_norm_legit_functional.default: nn.batch_norm,
     aten.native_group_norm.default: spatial.group_norm,
     aten.cross_entropy_loss.default: nn.cross_entropy,
+    aten.nll_loss_nd.default: nn.nll_loss,
     aten.mse_loss.default: reductions.loss,
     aten.l1_loss.default: reductions.loss,
     aten.smooth_l1_loss.default: reductions.loss,
@@ -155,7 +157,7 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.nansum.default: reductions.counted,
     aten.softmax.int: reductions.norm_like,
     aten._softmax.default: reductions.norm_like,
-    aten.log_softmax.int: reductions.norm_like,
+    aten.log_softmax.int: reductions.log_softmax,
     aten._log_softmax.default: reductions.norm_like,
     aten.cumsum.default: reductions.cumulative,
     aten.cumprod.default: reductions.norm_like,
@@ -222,7 +224,7 @@ def rule_for(target: object) -> Rule | None:
 def apply_rule(node: fx.Node, dims: Callable[[fx.Node], TermDims]) -> tuple[Call, OpRule | None]:
     """Apply the node's rule to its operands' axes, which are unified in place."""
     call = call_of(node, dims)
-    rule = rule_for(node.target)
+    rule = rule_for(call.target)
     specs = [*(o.spec for o in call.operands), *call.results]
     if rule is None or any(0 in spec.shape for spec in specs):
         return call, None
@@ -243,6 +245,7 @@ def freeze(freezer: Freezer, call: Call, rule: OpRule | None) -> OpAxes:
         results,
         whole=whole,
         contracted=freezer.all_axes(rule.contracted) - whole,
+        reduced=freezer.all_axes(rule.reduced) - whole,
         partial=tuple(frozenset(p) for p in rule.partial if _keeps_addends(call, p)),
         average=rule.average,
     )
@@ -274,22 +277,36 @@ def _fresh_dims() -> Callable[[fx.Node], TermDims]:
 
 def local_call(
     node: fx.Node, operands: Sequence[Type], results: Sequence[Type], ranks: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The op's arguments on one rank: size arguments rewritten for sharded operands."""
-    args, kwargs = info(node).whole_call or (node.args, node.kwargs)
+) -> tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]:
+    """The op on one rank and its arguments: size arguments rewritten for sharded operands, or the
+    op's own form on shards."""
+    given, kwargs = info(node).whole_call or (node.args, node.kwargs)
+    target, args = whole_op(node.target), tuple(given)
     if not any(isinstance(kind, Shard) for kind in (*operands, *results)):
-        return tuple(args), dict(kwargs)
+        return target, args, dict(kwargs)
     call, rule = apply_rule(node, _fresh_dims())
-    if rule is None or not rule.local:
-        return tuple(args), dict(kwargs)
+    if rule is None:
+        return target, args, dict(kwargs)
+    kind = operands[0] if operands else None
+    if isinstance(kind, Shard) and kind.dim in rule.own:
+        every = _all_arguments(target, args, kwargs)
+        return form_of(target), (*every, kind.dim, kind.blocks, MESH_DIM), {}
     inputs = [local_shape(o.shape, t, ranks) for o, t in zip(call.operands, operands, strict=True)]
     outs = [local_shape(r.shape, t, ranks) for r, t in zip(call.results, results, strict=True)]
     new_args, new_kwargs = list(args), dict(kwargs)
-    for position, argument in enumerate(call.target._schema.arguments):
+    for position, argument in enumerate(target._schema.arguments):
         if argument.name in rule.local:
             value = rule.local[argument.name](inputs, outs)
             if position < len(new_args):
                 new_args[position] = value
             else:
                 new_kwargs[argument.name] = value
-    return tuple(new_args), new_kwargs
+    return target, tuple(new_args), new_kwargs
+
+
+def _all_arguments(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments by position, defaults filled in."""
+    rest = target._schema.arguments[len(args) :]
+    return (*args, *(kwargs.get(a.name, a.default_value) for a in rest))

@@ -51,3 +51,21 @@ def mlp() -> tuple[nn.Module, Tensor]:
 
 def attention() -> tuple[nn.Module, Tensor]:
     return Attention(), torch.randn(2, 4, 16)
+
+
+class Language(nn.Module):
+    """A tied table; the loss alone is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(24, 8, padding_idx=0), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 24, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.tokens(ids)))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def language() -> tuple[nn.Module, Tensor]:
+    return Language(), torch.randint(24, (2, 5))

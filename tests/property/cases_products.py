@@ -212,26 +212,39 @@ def batch_norm_functional(p: Pick) -> Case:
 
 def cross_entropy(p: Pick) -> Case:
     n, c = p.size(), p.one((2, 3, 4, 6))
-    target = p.ints(c, n)
-    target[1:][p.bools(n - 1)] = -100
-    weight = p.positive(c) if p.flag() else None
     smoothing = p.one((0.0, 0.1))
-    args = (p.x(n, c), target, weight, p.number(0, 2), -100, smoothing)
-    constant = () if weight is None else (weight,)
-    return Case(aten.cross_entropy_loss.default, args, constant=constant)
+    return _class_loss(p, aten.cross_entropy_loss.default, (n, c), smoothing)
 
 
 def cross_entropy_other(p: Pick) -> Case:
     """Targets that are probabilities, more dimensions, no batch."""
-    n, c, k = p.one((2, 4)), p.one((2, 4)), p.one((2, 4))
-    args = p.one(
-        (
-            (p.x(n, c), p.positive(n, c)),
-            (p.x(n, c, k), p.ints(c, n, k)),
-            (p.x(c), p.ints(c)),
-        )
-    )
-    return Case(aten.cross_entropy_loss.default, (*args, None, p.number(0, 2)))
+    n, c = p.one((2, 4)), p.one((2, 4))
+    if p.number(0, 2) == 0:
+        args = (p.x(n, c), p.positive(n, c), None, p.number(0, 2))
+        return Case(aten.cross_entropy_loss.default, args)
+    return class_loss(aten.cross_entropy_loss.default, 0.1)(p)
+
+
+def class_loss(target: Target, *extra: float) -> Maker:
+    """Losses of class indices, of all numbers of dimensions."""
+
+    def make(p: Pick) -> Case:
+        shape = p.one(((p.one((2, 4)),), (2, 4), (3, 6), (2, 4, 3), (2, 4, 2, 2)))
+        return _class_loss(p, target, shape, *extra)
+
+    return make
+
+
+def _class_loss(p: Pick, target: Target, shape: tuple[int, ...], *extra: float) -> Case:
+    place = min(len(shape) - 1, 1)
+    classes = shape[place]
+    ids = p.ints(classes, *shape[:place], *shape[place + 1 :])
+    ignored = p.one((-100, 0))
+    if ids.dim() and len(ids) > 1:
+        ids[1:][p.bools(*ids[1:].shape)] = ignored
+    weight = p.positive(classes) if p.flag() else None
+    args = (p.x(*shape), ids, weight, p.number(0, 2), ignored, *extra)
+    return Case(target, args, constant=() if weight is None else (weight,))
 
 
 def loss(target: Target, *extra: float) -> Maker:

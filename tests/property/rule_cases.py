@@ -113,6 +113,7 @@ CASES: Mapping[Target, Maker | tuple[Maker, ...]] = {
     aten.batch_norm.default: products.batch_norm,
     aten._native_batch_norm_legit_functional.default: products.batch_norm_functional,
     aten.cross_entropy_loss.default: (products.cross_entropy, products.cross_entropy_other),
+    aten.nll_loss_nd.default: products.class_loss(aten.nll_loss_nd.default),
     aten.mse_loss.default: products.loss(aten.mse_loss.default),
     aten.l1_loss.default: products.loss(aten.l1_loss.default),
     aten.smooth_l1_loss.default: products.loss(aten.smooth_l1_loss.default, 0.5),

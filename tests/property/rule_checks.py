@@ -25,14 +25,16 @@ from graphpar.axes import (
     axes_of,
     match_blocks,
 )
+from graphpar.ops.reference import on_all_ranks
 from graphpar.passes.rules import (
     Strategy,
+    is_form,
     local_call,
     partial_strategies,
     shard_strategy,
 )
 from graphpar.program import Info, Spec, set_info, spec_of
-from graphpar.types import P, R, Shard, Type, cut, dual, join, local_shape
+from graphpar.types import I, P, R, Shard, Type, cut, dual, join, local_shape
 from tests.property.pick import Pick
 
 RANKS = (2, 3, 4)
@@ -98,9 +100,13 @@ def execute(
     target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
 ) -> Any:
     """Run the op with the operands in place of the nodes among its arguments."""
-    values = iter(operands)
-    args, kwargs = fx.node.map_arg((args, kwargs), lambda _: next(values))
+    args, kwargs = _with_values((args, kwargs), operands)
     return target(*args, **kwargs)
+
+
+def _with_values(arguments: Any, operands: Sequence[Tensor]) -> Any:
+    values = iter(operands)
+    return fx.node.map_arg(arguments, lambda _: next(values))
 
 
 # --- cuts ---------------------------------------------------------------------------------------
@@ -228,6 +234,12 @@ class Checker:
             return torch.rand(shape, generator=self.generator) < 0.5
         return torch.randint(-9, 9, tuple(shape), generator=self.generator, dtype=dtype)
 
+    def _leaves(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            x.detach().clone(memory_format=torch.contiguous_format).requires_grad_(wanted)
+            for x, wanted in zip(operands, self.wanted, strict=True)
+        ]
+
     def _run(
         self,
         args: tuple[Any, ...],
@@ -235,10 +247,7 @@ class Checker:
         operands: Sequence[Tensor],
         cotangents: list[Tensor] | None,
     ) -> Run:
-        leaves = [
-            x.detach().clone(memory_format=torch.contiguous_format).requires_grad_(wanted)
-            for x, wanted in zip(operands, self.wanted, strict=True)
-        ]
+        leaves = self._leaves(operands)
         assert isinstance(self.node.target, Target)
         value = execute(self.node.target, args, kwargs, leaves)
         several = isinstance(value, (tuple, list))
@@ -257,6 +266,26 @@ class Checker:
             gradients.append(torch.zeros_like(x) if x.requires_grad and grad is None else grad)
         return Run([y.detach() for y in results], gradients)
 
+    def _run_form(
+        self,
+        form: Target,
+        args: tuple[Any, ...],
+        operands: Sequence[Sequence[Tensor]],
+        cotangents: Sequence[Tensor],
+    ) -> list[Run]:
+        """The op's form on shards, on all ranks together; one list of operands for each rank."""
+        leaves = list(map(self._leaves, operands))
+        calls = [_with_values(args, mine) for mine in leaves]
+        name = form._schema.name.removeprefix("graphpar::")
+        results = on_all_ranks(name, calls)
+        asked = [y for y in results if y.requires_grad]
+        if asked:
+            torch.autograd.backward(asked, list(cotangents))
+        return [
+            Run([y.detach()], [x.grad for x in mine])
+            for y, mine in zip(results, leaves, strict=True)
+        ]
+
     def split(self, value: Tensor, kind: Type, ranks: int) -> list[Tensor]:
         """What each rank holds of a value."""
         if isinstance(kind, Shard):
@@ -268,7 +297,7 @@ class Checker:
 
     def check(self, strategy: Strategy, ranks: int) -> None:
         """The op on shards gives the whole results and gradients."""
-        args, kwargs = local_call(self.node, strategy.operands, strategy.results, ranks)
+        target, args, kwargs = local_call(self.node, strategy.operands, strategy.results, ranks)
         operands = [
             self.split(x, kind, ranks)
             for x, kind in zip(self.operands, strategy.operands, strict=True)
@@ -279,7 +308,10 @@ class Checker:
         ]
         passes_partial = P in strategy.operands
         runs: list[Run] = []
-        for rank in range(ranks):
+        if is_form(target):
+            columns = zip(*operands, strict=True)
+            runs = self._run_form(target, args, list(columns), cotangents[0])
+        for rank in range(ranks if not runs else 0):
             averaged = self.op.average and not passes_partial and P in strategy.results
             scale = 1 / ranks if averaged else 1
             mine = [g[rank] * scale if averaged else g[rank] for g in cotangents]
@@ -303,7 +335,7 @@ class Checker:
     def _joined_equals(parts: list[Tensor], kind: Type, whole: Tensor) -> bool:
         if isinstance(kind, Shard):
             return close(join(parts, kind), whole)
-        if kind == R:
+        if kind in (I, R):
             return all(close(part, whole) for part in parts)
         return close(torch.stack(parts).sum(0).to(whole.dtype), whole)
 

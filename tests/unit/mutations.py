@@ -12,7 +12,7 @@ from torch import fx
 
 from graphpar.errors import VerifyError
 from graphpar.ops import conversion, is_conversion, signature
-from graphpar.passes.rules import local_call, tensor_arguments
+from graphpar.passes.rules import is_form, local_call, tensor_arguments, whole_op
 from graphpar.program import (
     MESH_DIM,
     Program,
@@ -315,6 +315,39 @@ def _with_argument(program: Program, place: Place, index: int, value: Any) -> Mu
     return Mutant("size", f"{place} argument {index} is {value}", changed(program, place, change))
 
 
+def mutants_of_forms(program: Program) -> Iterator[Mutant]:
+    """Each op that reduces over a sharded axis: without its reductions, of another group, of
+    another layout, said to give another type; and the others made of it, with equal arguments."""
+
+    def edits(node: fx.Node) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        call: Any = node.args
+        *args, dim, blocks, group = call
+        halves = tuple(size // 2 for size in blocks for _ in range(2))
+        yield "other blocks", (*args, dim, halves, group)
+        yield "other axis", (*args, dim - 1, blocks, group)
+        yield "other group", (*args, dim, blocks, "dp")
+
+    for place in places(program, lambda n: is_form(n.target)):
+        node = find(program, place)
+        whole = whole_op(node.target)
+
+        def without(node: fx.Node, whole: Any = whole) -> None:
+            node.target = whole
+            _as_whole(node)
+
+        mutant = Mutant("no reduction", str(place), changed(program, place, without))
+        yield mutant
+        yield Mutant("no reduction, Partial", str(place), declared(mutant.program, place, P))
+        for kind, args in edits(node):
+
+            def edit(node: fx.Node, args: tuple[Any, ...] = args) -> None:
+                node.args = args
+
+            yield Mutant(kind, str(place), changed(program, place, edit))
+        for lie in other_types(tensor_spec(node), info(node).type, program.ranks):
+            yield Mutant("declared", f"{place} {lie}", declared(program, place, lie))
+
+
 def mutants_of_biases(program: Program) -> Iterator[Mutant]:
     """Each bias of a row-parallel product added before the reduction, on every rank."""
 
@@ -387,4 +420,5 @@ def _localize(program: Program, node: fx.Node) -> None:
     if info(node).whole_call is None:
         annotate(node, whole_call=(node.args, node.kwargs))
     operands, results = operand_types(node), result_types(node)
-    node.args, node.kwargs = local_call(node, operands, results, program.ranks)
+    call = local_call(node, operands, results, program.ranks)
+    node.target, node.args, node.kwargs = call

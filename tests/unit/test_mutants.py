@@ -91,6 +91,7 @@ def test_every_mutant_is_refused_or_equal(
         mutations.mutants_of_inputs(program),
         mutations.mutants_of_arguments(program),
         mutations.mutants_of_biases(program),
+        mutations.mutants_of_forms(program),
     ):
         made[mutant.kind] += 1
         try:
@@ -104,6 +105,7 @@ def test_every_mutant_is_refused_or_equal(
     score = f"{refused.total()} of {made.total()} mutants refused"
     with capsys.disabled():
         print(f"\n{model} sp={sp}: {score}, {(made - refused).total()} equal: {made - refused}")
+    assert made["no reduction"] == refused["no reduction"] >= 1
     assert made["removed"] == len(mutations.conversions(program)) > 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
 
 from graphpar import ops
 from graphpar.errors import InternalError
 from graphpar.ops.reference import redistribute
+from graphpar.ops.sharded import ALL_REDUCES, SHARDED
 from graphpar.ops.table import gradient
 from graphpar.types import (
     CONVERSIONS,
@@ -261,3 +264,54 @@ def test_export_and_inference_mode(lone_group: str) -> None:
     with torch.inference_mode():
         compiled = torch.compile(Model(), backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), x.relu())
+
+
+# --- ops along a sharded axis -------------------------------------------------------------------
+
+
+def calls_on_shards(blocks: tuple[int, ...], group: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A call of every op whose first operand has eight of the sharded dimension's elements."""
+    x, ids = torch.randn(5, 8, dtype=dtype), torch.tensor([0, 7, 3, 3, 1])
+    place = (blocks, group)
+    return {
+        "embedding": (x.t(), ids, 1, False, False, 0, *place),
+        "gather": (x, 1, ids[:, None], False, 1, *place),
+        "log_softmax": (x, 1, None, 1, *place),
+        "cross_entropy": (x, ids, x[0].exp(), 1, 7, 0.1, 1, *place),
+        "nll_loss": (x, ids, torch.ones(sum(blocks), dtype=dtype), 1, 7, 1, *place),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(SHARDED))
+@pytest.mark.parametrize("blocks", [(32,), (16, 16)])
+def test_fake_ops_along_a_sharded_axis(fake_group: str, name: str, blocks: tuple[int, ...]) -> None:
+    shapes = {"embedding": (5, 5), "gather": (5, 1), "log_softmax": (5, 8)}
+    with FakeTensorMode():
+        x, *args = calls_on_shards(blocks, fake_group, torch.bfloat16)[name]
+        y = getattr(ops, name)(x.requires_grad_(), *args)
+        assert y.shape == shapes.get(name, ())
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("name", sorted(SHARDED))
+def test_opcheck_along_a_sharded_axis(lone_group: str, name: str) -> None:
+    x, *args = calls_on_shards((8,), lone_group, torch.float64)[name]
+    tests = ["test_autograd_registration", "test_aot_dispatch_dynamic"]
+    if name not in ALL_REDUCES:
+        tests += ["test_schema", "test_faketensor"]
+    op = getattr(torch.ops.graphpar, name).default
+    torch.library.opcheck(op, (x.detach().requires_grad_(), *args), test_utils=tests)
+
+
+@pytest.mark.parametrize("name", sorted(SHARDED))
+def test_all_reduces_are_as_many_as_said(lone_group: str, name: str) -> None:
+    x, *args = calls_on_shards((8,), lone_group, torch.float64)[name]
+    counts = []
+    with CommDebugMode() as comms:
+        y = getattr(ops, name)(x.detach().requires_grad_(), *args)
+        counts.append(comms.get_total_counts())
+        y.sum().backward()
+        counts.append(comms.get_total_counts() - counts[0])
+    assert tuple(counts) == ALL_REDUCES.get(name, (0, 0))

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphpar.errors import VerifyError
 from graphpar.ops import is_conversion, signature
+from graphpar.ops.sharded import SHARDED, Place
+from graphpar.passes.rules import FORMS, is_form, whole_op
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.program import (
     Program,
@@ -141,6 +143,12 @@ class Checked:
             return _converted(args[0], *signature(node.target, args[1:]))  # type: ignore[arg-type]
         if node.target is torch.ops.graphpar.dropout.default:
             return aten.dropout.default(*args[:3])
+        if is_form(node.target):
+            with typecheck(local=True):
+                value = self._form(FORMS[whole_op(node.target)], args)
+                if kind_of(node) == P:
+                    value = spmd.reinterpret(value, TP, src=spmd.V, dst=spmd.P)
+            return value
         run = functools.partial(registered(node.target), *args, **kwargs)
         try:
             value = run()
@@ -158,6 +166,19 @@ class Checked:
             # A new axis made in parts: each rank's copies are its own.
             value = spmd.reinterpret(value, TP, src=spmd.R, dst=spmd.V, expert_mode=True)
         return value
+
+    def _form(self, name: str, args: Any) -> Tensor:
+        """What a rank computes, with their sums in between; a maximum stands as a sum."""
+        *rest, dim, blocks, _ = args
+        steps, given = SHARDED[name](Place(dim, blocks, 0, self.program.ranks), *rest), None
+        while True:
+            try:
+                x, kind = steps.send(given)  # type: ignore[arg-type]
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            addend = spmd.reinterpret(x, TP, src=spmd.V, dst=spmd.P)
+            target = spmd.R if kind == "max" else theirs(kind)
+            given = spmd.all_reduce(addend, TP, src=spmd.P, dst=target)
 
 
 def _type(value: Tensor) -> Any:
@@ -194,9 +215,11 @@ def check(program: Program, *, local: bool) -> int:
     with fake_pg(program.ranks):
         mesh = init_device_mesh("cpu", (program.ranks,), mesh_dim_names=(TP,))
         with spmd.set_current_mesh(mesh), typecheck(local=local):
-            outputs = checked.run()
+            outputs = [v for v in checked.run() if isinstance(v, Tensor) and v.requires_grad]
+            for value in outputs:
+                spmd.assert_type(value, {TP: spmd.I})
             # They refuse a loss whose gradient would be counted once per rank.
-            next(v for v in outputs if isinstance(v, Tensor) and v.requires_grad).sum().backward()
+            outputs[0].sum().backward()
     for name, value in checked.state.items():
         assert value.grad is None or value.grad.shape == value.shape, name
     return checked.compared

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from graphpar.ops import is_conversion
 from graphpar.pipeline import default_pipeline, run_pipeline
-from graphpar.program import Program
+from graphpar.program import Program, is_tensor, one_type, tensor_spec
 from graphpar.testing import Equivalence, compare
 from graphpar.trace import trace
-from graphpar.types import Shard
+from graphpar.types import I, Shard
 from tests import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
-# Their norms compute in float32 whatever the dtype, so sums differ in its rounding.
-FLOAT32_INSIDE = {"llama", "qwen3", "gemma2", "mixtral"}
+# Their norms or losses compute in float32 whatever the dtype, so sums differ in its rounding.
+FLOAT32_INSIDE = {"gpt2", "llama", "qwen3", "gemma2", "mixtral"}
 SHARDED_SHARE = {"lstm": 0.0}
 
 
@@ -94,6 +94,22 @@ def test_sequence_parallel_layer_is_the_papers(name: str, tp: int) -> None:
     assert found["reduce_scatter", False] == 2
     assert {op for op, is_state in found if not is_state} == {"all_gather", "reduce_scatter"}
     assert {op for op, is_state in found if is_state} == {"convert"}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("name", "table"), [("gpt2", "transformer.wte"), ("llama", "lm_head")])
+def test_the_loss_takes_logits_as_the_head_leaves_them(
+    name: str, table: str, tp: int, sp: bool
+) -> None:
+    """They are gathered once, for the caller."""
+    program = rewritten(name, tp, sp)
+    assert program.state[f"{table}.weight"].type == Shard(0, (zoo.VOCAB,))
+    assert torch.ops.graphpar.cross_entropy.default in {n.target for n in program.graph.nodes}
+    logits = (zoo.BATCH, zoo.SEQ, zoo.VOCAB)
+    whole = [n for n in program.graph.nodes if is_tensor(n) and one_type(n) == I]
+    (gathered,) = (n for n in whole if tensor_spec(n).shape == logits)
+    assert [user.op for user in gathered.users] == ["output"]
 
 
 def test_packed_projection_is_cut_by_heads() -> None:
