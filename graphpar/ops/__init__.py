@@ -38,13 +38,17 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "call_seed",
     "conversion",
     "convert",
+    "draw_seed",
     "dropout",
     "is_conversion",
     "pad",
+    "rank_dropout",
     "redistribute",
     "reduce_scatter",
+    "seeded_dropout",
     "shard",
     "signature",
 ]
@@ -132,6 +136,52 @@ def dropout(
     equal seeds give what the unmodified model gives, bit for bit on the CPU.
     """
     return _ops.dropout.default(x, p, train, dim, blocks, group)  # type: ignore[no-any-return]
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed [2] (int64, on the host) from the default generator of the device: one number, and 0
+    for the root. A GPU waits for it, once per forward."""
+    return _ops.draw_seed.default(device)  # type: ignore[no-any-return]
+
+
+def call_seed(seed: Tensor, call: int) -> Tensor:
+    """The seed of a block's call: the same number, with the number of the call."""
+    return _ops.call_seed.default(seed, call)  # type: ignore[no-any-return]
+
+
+def seeded_dropout(
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    number: int,
+    dim: int = 0,
+    blocks: Sequence[int] = (),
+    group: str = "",
+) -> Tensor:
+    """Dropout with the mask that :func:`graphpar.ops.philox.keep_mask` gives, whatever the ranks.
+
+    ``x``, a part that ``dim`` and ``blocks`` lay out (without blocks the whole) → the same shape.
+    ``number`` is that of the op in its graph. Autograd keeps the seed and makes the mask again.
+    """
+    return _ops.seeded_dropout.default(  # type: ignore[no-any-return]
+        x, seed, p, number, dim, blocks, group
+    )
+
+
+def rank_dropout(
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    number: int,
+    dim: int = 0,
+    blocks: Sequence[int] = (),
+    group: str = "",
+) -> Tensor:
+    """:func:`seeded_dropout` with a mask of torch's generator: where there are blocks, every rank
+    has a mask of its own. Autograd keeps the mask (bool)."""
+    return _ops.rank_dropout.default(  # type: ignore[no-any-return]
+        x, seed, p, number, dim, blocks, group
+    )
 
 
 def redistribute(x: Tensor, source: Type, target: Type, group: str) -> Tensor:

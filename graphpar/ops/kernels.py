@@ -95,7 +95,7 @@ def part_of(x: Tensor, dim: int, blocks: Sequence[int], rank: int, ranks: int) -
         parts: Tensor = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
         parts = parts.select(dim + 1, rank)
         return parts.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
-    pieces = [x.narrow(dim, start, size) for start, size in _intervals(tuple(blocks), rank, ranks)]
+    pieces = [x.narrow(dim, start, size) for start, size in intervals(tuple(blocks), rank, ranks)]
     return torch.cat(pieces, dim).contiguous()
 
 
@@ -111,7 +111,7 @@ def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Tensor:
         places.copy_(x.unflatten(dim, (count, part)))
         return whole
     offset = 0
-    for start, size in _intervals(tuple(blocks), rank, ranks):
+    for start, size in intervals(tuple(blocks), rank, ranks):
         whole.narrow(dim, start, size).copy_(x.narrow(dim, offset, size))
         offset += size
     return whole
@@ -167,7 +167,7 @@ def _whole(parts: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor
     return torch.cat([p[b] for b in range(len(blocks)) for p in pieces], dim).contiguous()
 
 
-def _intervals(blocks: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
+def intervals(blocks: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
     """(start in the whole dimension, size) of each piece that the rank holds."""
     found, start = [], 0
     for block in blocks:
@@ -182,8 +182,8 @@ def _overlaps(
 ) -> list[tuple[int, int]]:
     """(offset in my part, size) of what another rank holds too, in the order of the whole."""
     found, offset = [], 0
-    for start, size in _intervals(mine, rank, ranks):
-        for other_start, other_size in _intervals(theirs, other, ranks):
+    for start, size in intervals(mine, rank, ranks):
+        for other_start, other_size in intervals(theirs, other, ranks):
             low, high = max(start, other_start), min(start + size, other_start + other_size)
             if low < high:
                 found.append((offset + low - start, high - low))
