@@ -49,8 +49,9 @@ def transform(
             layer, the op and the element, so that they are the same for every ``tp``; backward
             makes them again. "exact": those of the unmodified model; each rank draws the whole
             mask. "per-rank": torch's own kernels, with a mask of its own on each rank where a
-            value is sharded. Other random ops, and dropout between the layers of ``nn.LSTM`` and
-            its kin, run whole on every rank, with numbers that are the same on all of them.
+            value is sharded. For one rank the latter two change nothing. Other random ops, and
+            dropout between the layers of ``nn.LSTM`` and its kin, run whole on every rank, with
+            numbers that are the same on all of them.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.

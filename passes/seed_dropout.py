@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from graphpar.errors import InputError
 from graphpar.program import (
     MESH_DIM,
     Info,
@@ -24,6 +25,7 @@ from graphpar.types import R, Shard, Type
 NAME = "seed-dropout"
 SEED_SPEC = TensorSpec((2,), torch.int64, torch.device("cpu"))
 aten, ops = torch.ops.aten, torch.ops.graphpar
+_OPS = {"invariant": ops.seeded_dropout.default, "per-rank": ops.rank_dropout.default}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,9 @@ def seed_dropout(program: Program, options: SeedDropout = SeedDropout()) -> Prog
     same for every number of ranks. Needs: plain dropouts; the last pass, or the form "whole".
     Ensures: a mask follows from the seed alone. Numerics: lossy (other masks).
     """
-    target = {"invariant": ops.seeded_dropout, "per-rank": ops.rank_dropout}[options.rng].default
+    if options.rng not in _OPS:
+        raise InputError(f"rng must be one of {', '.join(map(repr, _OPS))}, not {options.rng!r}")
+    target = _OPS[options.rng]
     found = {name: [n for n in graph.nodes if _drops(n)] for name, graph in program.graphs()}
     dropping = {name for name, nodes in found.items() if nodes}
     if not dropping:

@@ -6,6 +6,7 @@ Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,15 +81,9 @@ def keep_mask(
         seed: the key, 64 bits. stream: two 32-bit numbers, different for each use of the seed.
     """
     if not blocks:
-        count = 1
-        for size in shape:
-            count *= size
-        return _kept(1, 0, 0, count, keep, seed, stream, device).view(list(shape))
-    outer, inner = 1, 1
-    for size in shape[:dim]:
-        outer *= size
-    for size in shape[dim + 1 :]:
-        inner *= size
+        found = _kept(1, 0, 0, math.prod(shape), keep, seed, stream, device)
+        return found.view(list(shape))
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     stride = sum(blocks) * inner
     pieces = []
     for start, size in intervals(tuple(blocks), rank, ranks):
@@ -108,12 +103,13 @@ def _kept(
     device: torch.device,
 ) -> Tensor:
     """[runs, length]: elements start + stride * run + 0, 1, ... of the whole tensor."""
-    aligned = stride % _PER_CALL == 0 or runs == 1
-    offset = start % _PER_CALL
-    width = ((offset if aligned else _PER_CALL - 1) + length + _PER_CALL - 1) // _PER_CALL
+    period = 1 if runs == 1 else _PER_CALL // math.gcd(stride, _PER_CALL)
+    offsets = [(start + i * stride) % _PER_CALL for i in range(min(period, runs))]
+    width = (max(offsets) + length + _PER_CALL - 1) // _PER_CALL
     kept = torch.empty(runs * width, _PER_CALL, dtype=torch.bool, device=device)
-    for low in range(0, runs * width, _CHUNK):
-        high = min(low + _CHUNK, runs * width)
+    chunk = _CHUNK if device.type == "cpu" else 512 * _CHUNK
+    for low in range(0, runs * width, chunk):
+        high = min(low + chunk, runs * width)
         place = torch.arange(low, high, device=device)
         if runs > 1:
             run = place // width
@@ -127,7 +123,9 @@ def _kept(
             torch.lt(word & 0xFFFF, limit, out=kept[low:high, 2 * column])
             torch.lt(word, limit << 16, out=kept[low:high, 2 * column + 1])
     found = kept.view(runs, -1)
-    if aligned:
-        return found.narrow(1, offset, length)
-    starts = (torch.arange(runs, device=device) * stride + start) % _PER_CALL
-    return found.gather(1, starts[:, None] + torch.arange(length, device=device))
+    if period == 1:
+        return found.narrow(1, offsets[0], length)
+    result = torch.empty(runs, length, dtype=torch.bool, device=device)
+    for i, offset in enumerate(offsets):
+        result[i::period] = found[i::period].narrow(1, offset, length)
+    return result

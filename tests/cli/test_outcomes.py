@@ -70,7 +70,10 @@ def test_usage(arguments: tuple[str, ...], wanted: str, graphpar: Command) -> No
             "name-axes, annotate-partitions, insert-collectives, fuse-biases, localize, "
             "seed-dropout",
         ),
-        (("dump", "x.py:m", "--tp", "1", "--stage", "localize"), "known: trace, outline"),
+        (
+            ("dump", "x.py:m", "--tp", "1", "--stage", "localize"),
+            "known: trace, outline, split-dropout, seed-dropout",
+        ),
     ],
 )
 def test_wrong_values(arguments: tuple[str, ...], wanted: str, graphpar: Command) -> None:

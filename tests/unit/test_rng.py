@@ -345,5 +345,7 @@ def test_the_program_tells_its_masks() -> None:
 def test_an_unknown_mode() -> None:
     with pytest.raises(InputError, match="rng must be one of 'invariant', 'exact', 'per-rank'"):
         graphpar.transform(c40(), tp=2, rng="none")
+    with pytest.raises(InputError, match="rng must be one of 'invariant', 'per-rank', not 'exact'"):
+        run_pipeline(rewrite(c40(), (IDS,), tp=1), parse_pipeline("seed-dropout{rng=exact}"))
     parsed = parse_pipeline("seed-dropout{rng=per-rank}")
     assert str(parsed[0]) == "seed-dropout{rng=per-rank}"
