@@ -20,7 +20,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _PER_CALL = 8  # elements per counter: 16 bits each
-_CHUNK = 1 << 14  # counters at a time: the working set stays in the cache
+_CHUNK = 1 << 15  # counters at a time: the working set stays in the cache
 
 Word = Any
 """An int, or an int64 tensor, of values below 2**32."""
