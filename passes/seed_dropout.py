@@ -14,8 +14,8 @@ from graphpar.program import (
     Info,
     Program,
     TensorSpec,
+    annotate,
     copy_graph,
-    derive,
     info,
     placeholders,
     set_info,
@@ -118,11 +118,7 @@ def _seed(graph: fx.Graph, node: fx.Node, target: Any, seed: fx.Node, number: in
     args: tuple[Any, ...] = (x, seed, node.args[1], number)
     if isinstance(kind, Shard):
         args = (*args, kind.dim, kind.blocks, MESH_DIM)
-    with graph.inserting_before(node):
-        value = derive(graph, target, args, like=node, origin=NAME, axes=None, operands=None)
-    name = node.name
-    node.replace_all_uses_with(value)
-    graph.erase_node(node)
-    value.name = name
+    node.target, node.args, node.kwargs = target, args, {}
+    annotate(node, origin=NAME, axes=None, operands=None)
     if given is not x and not given.users:
         graph.erase_node(given)

@@ -291,6 +291,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "feature_alpha": lambda x: F.feature_alpha_dropout(x, 0.25, True),
     "native": lambda x: torch.native_dropout(x, P, True)[0],
     "native_mask": lambda x: torch.mul(*torch.native_dropout(x, P, True)),
+    "reshaped": lambda x: F.dropout(x, P).reshape(-1, 16).reshape(x.shape),
     "in_place": lambda x: F.dropout(x + 1, 0.3, True, inplace=True),
     "all": lambda x: F.dropout(x, 1.0),
     "none": lambda x: F.dropout(x, 0.0) + F.dropout(x, P, False),
