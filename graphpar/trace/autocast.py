@@ -89,9 +89,20 @@ class Autocast:
         if not self.outer and not self.ambient:
             self.kept = {}
 
+    @property
+    def enabled(self) -> bool:
+        return any(context.enabled for context in self.state.values())
+
+    def contexts(self, *, enabled: bool = True) -> list[torch.autocast]:
+        """What surrounds the present op; or the same with autocast off."""
+        return [
+            torch.autocast(c.device, c.dtype, enabled=enabled and c.enabled, cache_enabled=False)
+            for c in self.state.values()
+        ]
+
     def cast(self, call: Call) -> Call:
         """The call with the casts that autocast would do."""
-        if not any(context.enabled for context in self.state.values()):
+        if not self.enabled:
             return call
         leaves, spec = pytree.tree_flatten(call[1:])
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
@@ -168,11 +179,8 @@ class Autocast:
             if policy and policy.dtype is not None:
                 kwargs = {**kwargs, "dtype": policy.dtype}
             recorder = stack.enter_context(_Recorder([leaves[i] for i in at]))
-            for c in self.state.values():
-                enabled = autocast and c.enabled
-                stack.enter_context(
-                    torch.autocast(c.device, c.dtype, enabled=enabled, cache_enabled=False)
-                )
+            for context in self.contexts(enabled=autocast):
+                stack.enter_context(context)
             level = _FAKE_LOG.level
             _FAKE_LOG.setLevel(logging.CRITICAL)
             try:

@@ -17,9 +17,10 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp import autocast_mode
 
 from graphpar.provenance import source_of
-from graphpar.trace import memory
+from graphpar.trace import composite, memory
 from graphpar.trace.autocast import Autocast
 from graphpar.trace.build import Builder, Call, argument, aten
+from graphpar.trace.composite import is_composite
 from graphpar.trace.functionalize import changes_view, fit, value_written, view_of, written
 from graphpar.trace.memory import Ref, Step
 from graphpar.trace.simplify import idle_dropout, simplify
@@ -33,6 +34,8 @@ _CHECKS = {
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 }
+# Their results are contiguous; their meta functions say that they follow the targets' strides.
+_CONTIGUOUS = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 _BY_VALUE = (
     "depends on the values of tensors; compute with tensors instead (torch.where, masks, padding), "
     "or take the decision outside the model"
@@ -67,6 +70,14 @@ def updates_statistics(node: fx.Node) -> bool:
     call = (node.target, node.args, node.kwargs)
     training = argument(call, names[node.target])
     return bool(training) and argument(call, "running_mean") is not None
+
+
+def _casts_operand(part: fx.Node) -> bool:
+    return (
+        part.target is aten._to_copy.default
+        and part.args[0].op == "placeholder"  # type: ignore[union-attr]
+        and set(part.kwargs) == {"dtype"}
+    )
 
 
 def _same_memory(a: Any, b: Tensor) -> bool:
@@ -162,8 +173,13 @@ class Lowering:
     def op(self, node: fx.Node, target: OpOverload) -> Any:
         val = node.meta["val"]
         self.check_static(target, val)
+        if target in _CONTIGUOUS:
+            with self.b.fake():
+                val = val.contiguous()
         if (same := self.returned(node, target, val)) is not None:
             return self.env[same]
+        if is_composite(target) and (found := self.parts(node, target)) is not None:
+            return found
         call = self.autocast.cast((target, *self.arguments(node)))
         return self.emit(call, val, self.viewed(node, target, val) if self.writes else None)
 
@@ -181,6 +197,27 @@ class Lowering:
         if not isinstance(val, Tensor):
             return Several(new, parent, step)
         return memory.base(new) if parent is None else memory.view(parent, step, new)
+
+    def parts(self, node: fx.Node, target: OpOverload) -> Any:
+        """The results of a composite op, made of its parts; autocast's casts are among them."""
+        found = composite.parts(node, target, [self.b.fake(), *self.autocast.contexts()])
+        if found is None:
+            return None
+        graph, operands = found
+        self.env |= {
+            p: self.env[n]
+            for p, n in zip(graph.find_nodes(op="placeholder"), operands, strict=True)
+        }
+        autocast, self.autocast = self.autocast, Autocast(self.b, ())
+        writes, self.writes = self.writes, True
+        for part in graph.nodes:
+            if autocast.enabled and _casts_operand(part):
+                cast = autocast.cast_node(self.value(part.args[0]), part.meta["val"].dtype)
+                self.env[part] = memory.base(cast)
+            elif part.op == "call_function":
+                self.call(part)
+        self.autocast, self.writes = autocast, writes
+        return fx.map_arg(graph.output_node().args[0], self.env.__getitem__)
 
     def broadcast(self, node: fx.Node) -> list[Ref]:
         """``broadcast_tensors``: each tensor expanded; one of the full shape is itself."""

@@ -175,6 +175,11 @@ def simplify(b: Builder, call: Call, val: Any) -> fx.Node | Call:
     return (target, args, {k: v for k, v in kwargs.items() if not _is_default(target, k, v)})
 
 
+def has_plain_spelling(target: Any) -> bool:
+    """Whether :func:`simplify` knows the op."""
+    return target in _RULES
+
+
 _MEANS_NONE = {"pin_memory": False, "layout": torch.strided}
 
 

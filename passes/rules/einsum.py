@@ -9,6 +9,7 @@ Absent optional arguments are dropped from the formula.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 
 from graphpar.axes import Term, TermDim, TermDims, flatten
@@ -63,13 +64,20 @@ def _spell(letters: list[str], operand: Operand) -> list[tuple[str, int, TermDim
     return list(zip(names, operand.shape, operand.dims, strict=True))
 
 
-def from_equation(equation: str) -> str | None:
-    """The formula of a ``torch.einsum`` equation; ``None`` if it repeats or spreads letters."""
+def from_equation(equation: str, ranks: Sequence[int]) -> str | None:
+    """The formula of a ``torch.einsum`` equation for tensors of these ranks; ``None`` if it has
+    no output or repeats letters."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    if not arrow or "." in equation or any(len(set(t)) < len(t) for t in terms) or not right:
+    extra = {r - len(t.replace("...", "")) for t, r in zip(terms, ranks, strict=True) if "..." in t}
+    free = [c for c in string.ascii_letters if c not in equation]
+    if not arrow or not right or len(extra) > 1 or any(n > len(free) for n in extra):
         return None
-    return ", ".join(" ".join(t) for t in terms) + " -> " + " ".join(right)
+    spread = "".join(free[: max(extra, default=0)])
+    terms = [term.replace("...", spread) for term in terms]
+    if any(len(set(t)) < len(t) for t in terms):
+        return None
+    return ", ".join(map(" ".join, terms)) + " -> " + " ".join(right.replace("...", spread))
 
 
 def whole_terms(dims: TermDims) -> TermDim:

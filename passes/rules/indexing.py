@@ -69,11 +69,41 @@ def scatter(call: Call) -> OpRule:
     dim, whole = call.dim(), []
     for operand in call.operands[1:]:
         whole += _tie_where_equal(call.x, operand, dim)
-    partial = [{call.x.index, call["src"].index}] if "src" in call.named else []
-    return OpRule([call.x.dims], whole=whole, partial=partial)
+    linear = "src" in call.named and "reduce" not in call.named
+    return OpRule([call.x.dims], whole=whole, partial=[{0, call["src"].index}] if linear else [])
+
+
+def index_put(call: Call) -> OpRule | None:
+    """``x[i, j, …] = values`` with integer tensors: what is indexed is whole, the values' other
+    dimensions are those of ``x``."""
+    x, indices, values = call["self"], list(call["indices"]), call["values"]
+    given = [i for i, v in enumerate(indices) if v is not None]
+    tensors = [v for v in indices if v is not None]
+    if any(v.spec.dtype in (torch.bool, torch.uint8) for v in tensors):
+        return None
+    if given != list(range(given[0], given[-1] + 1)):
+        return None
+    rest = [d for i, d in enumerate(x.dims) if i > given[-1]]
+    sizes = x.shape[given[-1] + 1 :]
+    whole = whole_terms([*x.dims[: given[-1] + 1], *(d for v in tensors for d in v.dims)])
+    lead = max(len(values.shape) - len(rest), 0)
+    whole += whole_terms(values.dims[:lead])
+    for offset in range(1, min(len(rest), len(values.shape)) + 1):
+        mine, other = rest[-offset], values.dims[-offset]
+        same = sizes[-offset] == values.shape[-offset]
+        whole += unify(mine, other) if same else []
+    return OpRule([x.dims], whole=whole, partial=[{x.index, values.index}])
+
+
+def index_fill(call: Call) -> OpRule:
+    whole = whole_terms([*call.x.dims, *call["index"].dims]) if not call.x.shape else []
+    if call.x.shape:
+        whole = [*call.x.dims[call.dim()], *whole_terms(call["index"].dims)]
+    return OpRule([call.x.dims], whole=whole)
 
 
 def index_add(call: Call) -> OpRule | None:
+    """``index_add`` and ``index_copy``."""
     x, index, source, dim = call.x, call["index"], call["source"], call.dim()
     if len(source.shape) != len(x.shape) or not x.shape:
         return None
@@ -107,3 +137,19 @@ def one_hot(call: Call) -> OpRule | None:
         return None
     classes = new_axis(call.results[0].shape[-1])
     return OpRule([[*call.x.dims, classes]], whole=classes)
+
+
+def bucketize(call: Call) -> OpRule:
+    """Each element is looked up among sorted boundaries, which are whole."""
+    return OpRule([call["self"].dims], whole=whole_terms(call["boundaries"].dims))
+
+
+def searchsorted(call: Call) -> OpRule | None:
+    if len(call["sorted_sequence"].shape) != 1 or call.get("sorter") is not None:
+        return None
+    return OpRule([call["self"].dims], whole=whole_terms(call["sorted_sequence"].dims))
+
+
+def isin(call: Call) -> OpRule:
+    """The elements pass, what they are compared with is whole."""
+    return OpRule([call["elements"].dims], whole=whole_terms(call["test_elements"].dims))

@@ -19,6 +19,29 @@ def addmm(call: Call) -> OpRule | None:
     return einsum(call, f"{bias}, m k, k n -> m n", [call["self"], call["mat1"], call["mat2"]])
 
 
+def baddbmm(call: Call) -> OpRule | None:
+    if call["beta"] != 1 or call["alpha"] != 1 or len(call["self"].shape) != 3:
+        return None
+    tensors = [call["self"], call["batch1"], call["batch2"]]
+    return einsum(call, "+b m n, b m k, b k n -> b m n", tensors)
+
+
+def addmv(call: Call) -> OpRule | None:
+    if call["beta"] != 1 or call["alpha"] != 1 or len(call["self"].shape) != 1:
+        return None
+    return einsum(call, "+m, m k, k -> m", [call["self"], call["mat"], call["vec"]])
+
+
+def vdot(call: Call) -> OpRule | None:
+    return None if call.x.spec.dtype.is_complex else matmul(call)
+
+
+def distances(call: Call) -> OpRule:
+    """``_cdist_forward``: all pairs of rows."""
+    formula = "... p [d], ... r [d] -> ... p r"
+    return einsum(call, formula, [call["x1"], call["x2"]], linear=False)
+
+
 def matmul(call: Call) -> OpRule:
     left, right = (len(o.shape) for o in call.operands)
     x = "k" if left == 1 else "... m k" if left > 2 or right > 2 else "m k"
@@ -33,7 +56,8 @@ def matmul(call: Call) -> OpRule:
 def torch_einsum(call: Call) -> OpRule | None:
     """Two letters that no tensor has together could be cut at once, which would pair each rank's
     part of one with its part of the other only; so a contracted one of them is whole."""
-    formula, tensors = from_equation(call["equation"]), call["tensors"]
+    tensors = call["tensors"]
+    formula = from_equation(call["equation"], [len(x.shape) for x in tensors])
     if formula is None:
         return None
     rule = einsum(call, formula, tensors)

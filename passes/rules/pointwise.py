@@ -40,6 +40,11 @@ UNTAGGED = {
     aten.celu.default,
     aten.hardswish.default,
     aten.type_as.default,
+    aten.floor_divide.default,
+    aten._prelu_kernel.default,
+    aten.complex.default,
+    aten.polar.default,
+    aten._conj.default,
 }
 
 # The second operand gives only its dtype and device.

@@ -64,6 +64,19 @@ def cumulative(call: Call) -> OpRule:
     return rule
 
 
+def roll(call: Call) -> OpRule:
+    """Without dimensions it rolls the flat tensor."""
+    dims = [d % max(len(call.x.shape), 1) for d in call["dims"]] or range(len(call.x.shape))
+    return OpRule([call.x.dims], whole=_axes_along(call, list(dims)), partial=[{0}])
+
+
+def counted(call: Call) -> OpRule:
+    """``nansum``: contracts, but is not linear."""
+    rule = summed(call)
+    rule.partial = []
+    return rule
+
+
 def _resized(call: Call, dims: list[int]) -> OpRule:
     """The given dimensions are whole and new; the others pass."""
     out = list(call.x.dims)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphpar.axes import TermDim, TermDims, flatten, fresh, unify
+from graphpar.axes import TermDim, TermDims, flatten, fresh, segments, unify
 from graphpar.passes.rules.call import Call, OpRule, Shape
 from graphpar.passes.rules.einsum import new_axis, whole_terms
 
@@ -102,3 +102,57 @@ def view_as_complex(call: Call) -> OpRule:
 def view_as_real(call: Call) -> OpRule:
     parts = new_axis(2)
     return OpRule([[*call.x.dims, parts]], whole=parts, partial=LINEAR)
+
+
+def glu(call: Call) -> OpRule:
+    """The first half of the dimension times the sigmoid of the second."""
+    dim = call.dim()
+    half = call.results[0].shape[dim]
+    pieces = segments(call.x.dims[dim], [half, half])
+    out = list(call.x.dims)
+    if pieces is None:
+        out[dim] = new_axis(half)
+        return OpRule([out], whole=[*call.x.dims[dim], *out[dim]])
+    out[dim] = pieces[0]
+    return OpRule([out], whole=unify(*pieces))
+
+
+def diagonal(call: Call) -> OpRule:
+    """The two dimensions are whole and become one, the last."""
+    rank = len(call.x.shape)
+    taken = {call["dim1"] % rank, call["dim2"] % rank}
+    line = new_axis(call.results[0].shape[-1])
+    out = [*(d for i, d in enumerate(call.x.dims) if i not in taken), line]
+    whole = [*line, *(t for i in taken for t in call.x.dims[i])]
+    return OpRule([out], whole=whole, partial=LINEAR)
+
+
+def diag_embed(call: Call) -> OpRule:
+    """The last dimension is whole and becomes two."""
+    shape = call.results[0].shape
+    made = {call["dim1"] % len(shape), call["dim2"] % len(shape)}
+    rest = iter(call.x.dims[:-1])
+    out = [new_axis(size) if i in made else next(rest) for i, size in enumerate(shape)]
+    whole = [*call.x.dims[-1], *(t for i in made for t in out[i])]
+    return OpRule([out], whole=whole, partial=LINEAR)
+
+
+def unfold(call: Call) -> OpRule | None:
+    """The dimension is whole and becomes (window, element)."""
+    if not call.x.shape:
+        return None
+    dim = call.dim("dimension")
+    windows, elements = new_axis(call.results[0].shape[dim]), new_axis(call["size"])
+    out = [*call.x.dims, elements]
+    out[dim] = windows
+    return OpRule([out], whole=[*call.x.dims[dim], *windows, *elements], partial=LINEAR)
+
+
+def rot90(call: Call) -> OpRule:
+    """The plane is whole."""
+    rank = len(call.x.shape)
+    i, j = (d % rank for d in call["dims"])
+    out = list(call.x.dims)
+    if call["k"] % 2:
+        out[i], out[j] = out[j], out[i]
+    return OpRule([out], whole=[*out[i], *out[j]], partial=LINEAR)

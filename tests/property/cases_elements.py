@@ -94,6 +94,39 @@ def flip(p: Pick) -> Case:
     return Case(aten.flip.default, (x, p.dims(x.dim(), 0)))
 
 
+def roll(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    dims = p.dims(x.dim(), 0)
+    shifts = [p.number(-2, 2) for _ in dims] or [p.number(-2, 2)]
+    return Case(aten.roll.default, (x, shifts, dims))
+
+
+def order_statistic(target: Target) -> Maker:
+    """Of distinct elements, so that the one that is picked is the same everywhere."""
+
+    def make(p: Pick) -> Case:
+        shape = p.shape(1, 3)
+        x = p.permutation(int(torch.Size(shape).numel())).reshape(shape).double()
+        dim = p.dim(x.dim())
+        k = [p.number(1, shape[dim])] if target is aten.kthvalue.default else []
+        keep = [] if "cum" in str(target) else [p.flag()]
+        return Case(target, (x, *k, dim, *keep))
+
+    return make
+
+
+def both_ends(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    return Case(aten.aminmax.default, (x,), {"dim": p.dim(x.dim()), "keepdim": p.flag()})
+
+
+def count(p: Pick) -> Case:
+    x = p.ints(2, *p.shape(0, 3))
+    if p.flag():
+        return Case(aten.count_nonzero.default, (x, p.one((None, p.dim(x.dim())))))
+    return Case(aten.count_nonzero.dim_IntList, (x, p.dims(x.dim(), 0)))
+
+
 def topk(p: Pick) -> Case:
     x = p.x(*p.shape(0, 3))
     dim = p.dim(x.dim())
@@ -210,6 +243,64 @@ def index_add(p: Pick) -> Case:
     return Case(aten.index_add.default, (x, dim, p.ints(rows, count), p.x(*shape)), alpha)
 
 
+def index_copy(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    dim = p.dim(x.dim())
+    count = p.number(1, x.shape[dim])
+    shape = list(x.shape)
+    shape[dim] = count
+    index = p.permutation(x.shape[dim])[:count]
+    return Case(aten.index_copy.default, (x, dim, index, p.x(*shape)))
+
+
+def index_fill(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    dim = p.dim(x.dim())
+    rows = x.shape[dim] if x.dim() else 1
+    return Case(aten.index_fill.int_Scalar, (x, dim, p.ints(rows, p.size()), 1.5))
+
+
+def index_put(p: Pick) -> Case:
+    """One or two index tensors side by side or apart, all distinct; values broadcast."""
+    x = p.x(*p.shape(1, 4))
+    first = p.number(0, x.dim() - 1)
+    indices: list[Tensor | None] = [None] * first
+    count = p.number(1, x.shape[first])
+    indices.append(p.permutation(x.shape[first])[:count])
+    last = first
+    if x.dim() > first + 1 and p.flag():
+        if x.dim() > first + 2 and p.number(0, 3) == 0:
+            indices.append(None)
+        last = len(indices)
+        indices.append(p.ints(x.shape[last], count))
+    lead = list(x.shape[:first])
+    rest = list(x.shape[last + 1 :])
+    shape = p.one(([*lead, count, *rest], [count, *rest], [1, *rest], rest))
+    apart = None in indices[first:]
+    values = p.x(*(rest if apart or (lead and shape == [count, *rest]) else shape))
+    return Case(aten.index_put.default, (x, indices, values, p.flag()))
+
+
+def scatter_reduce(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    dim = p.dim(x.dim())
+    index = p.ints(x.shape[dim] if x.dim() else 1, *x.shape)
+    args = (x, dim, index, p.x(*x.shape), p.one(("sum", "amax", "mean")))
+    return Case(aten.scatter_reduce.two, args, {"include_self": p.flag()})
+
+
+def bucketize(p: Pick) -> Case:
+    return Case(aten.bucketize.Tensor, (p.x(*p.shape(0, 3)), p.x(4).sort().values))
+
+
+def searchsorted(p: Pick) -> Case:
+    return Case(aten.searchsorted.Tensor, (p.x(4).sort().values, p.x(*p.shape(0, 3))))
+
+
+def isin(p: Pick) -> Case:
+    return Case(aten.isin.Tensor_Tensor, (p.ints(5, *p.shape(0, 3)), p.ints(5, p.size())))
+
+
 def slice_scatter(p: Pick) -> Case:
     x = p.x(*p.shape(1, 3))
     dim, size = p.dim(x.dim()), 0
@@ -264,6 +355,19 @@ def binary(target: Target, kind: str = "x") -> Maker:
         return Case(target, p.one(((x, y), (x, y), (y, x))))
 
     return make
+
+
+def floor_divide(p: Pick) -> Case:
+    shape = p.shape(0, 3)
+    divisor = p.ints(5, *p.broadcast(shape)) + 1
+    return Case(aten.floor_divide.default, (p.ints(9, *p.broadcast(shape)), divisor))
+
+
+def prelu(p: Pick) -> Case:
+    shape = p.shape(2, 4)
+    slope = [1] * len(shape)
+    slope[1] = p.one((1, shape[1]))
+    return Case(aten._prelu_kernel.default, (p.x(*shape), p.x(*slope)))
 
 
 def scalar(target: Target, *after: Any) -> Maker:

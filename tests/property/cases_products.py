@@ -48,6 +48,33 @@ def dot(p: Pick) -> Case:
     return Case(aten.dot.default, (x, p.like(x)))
 
 
+def vdot(p: Pick) -> Case:
+    x = p.x(p.size())
+    y = p.like(x)
+    if p.number(0, 3) == 0:
+        return Case(aten.vdot.default, (torch.complex(x, y), torch.complex(y, x)))
+    return Case(aten.vdot.default, (x, y))
+
+
+def baddbmm(p: Pick) -> Case:
+    b, m, k, n = p.shape(4, 4)
+    scales = p.one(({}, {}, {"beta": 2, "alpha": 3}))
+    bias = p.x(*p.broadcast([b, m, n]))
+    return Case(aten.baddbmm.default, (bias, p.x(b, m, k), p.x(b, k, n)), scales)
+
+
+def addmv(p: Pick) -> Case:
+    m, k = p.size(), p.size()
+    scales = p.one(({}, {}, {"beta": 2}))
+    return Case(aten.addmv.default, (p.x(*p.broadcast([m])), p.x(m, k), p.x(k)), scales)
+
+
+def distances(p: Pick) -> Case:
+    batch, d = p.shape(0, 2), p.size()
+    x, y = p.x(*batch, p.size(), d), p.x(*batch, p.size(), d) + 1
+    return Case(aten._cdist_forward.default, (x, y, 2.0, None))
+
+
 def matmul(p: Pick) -> Case:
     """All combinations of ranks, with broadcast batches."""
     batch, (m, k, n) = p.shape(0, 2), p.shape(3, 3)

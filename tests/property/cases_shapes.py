@@ -186,3 +186,36 @@ def view_as_complex(p: Pick) -> Case:
 def view_as_real(p: Pick) -> Case:
     shape = p.shape(0, 3)
     return Case(aten.view_as_real.default, (torch.complex(p.x(*shape), p.x(*shape)),))
+
+
+def glu(p: Pick) -> Case:
+    shape = p.shape(1, 3)
+    dim = p.dim(len(shape))
+    shape[dim] *= 2
+    return Case(aten.glu.default, (p.x(*shape), dim))
+
+
+def diagonal(target: Target) -> Maker:
+    def make(p: Pick) -> Case:
+        x = p.x(*(size + 1 for size in p.shape(2, 4)))
+        first, second = p.order(range(x.dim()))[:2]
+        return Case(target, (x, p.number(-1, 1), first, second - p.one((0, x.dim()))))
+
+    return make
+
+
+def diag_embed(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    first, second = p.order(range(x.dim() + 1))[:2]
+    return Case(aten.diag_embed.default, (x, p.number(-1, 1), first, second))
+
+
+def unfold(p: Pick) -> Case:
+    x = p.x(*p.shape(1, 3))
+    dim = p.dim(x.dim())
+    return Case(aten.unfold.default, (x, dim, p.number(1, x.shape[dim]), p.number(1, 2)))
+
+
+def rot90(p: Pick) -> Case:
+    x = p.x(*p.shape(2, 3))
+    return Case(aten.rot90.default, (x, p.number(-3, 3), p.order(range(x.dim()))[:2]))

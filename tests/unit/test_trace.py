@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
 
 from graphpar.program import info, is_tensor, outputs, program_hash, tensor_spec
+from graphpar.testing import assert_equivalent
 from graphpar.trace import skeleton, trace
 from tests import zoo
 from tests.unit.trace_checks import Lambda, call, check, x_
+from tests.zoo.own import LSTMClassifier
 
 aten = torch.ops.aten
 
@@ -110,7 +113,7 @@ def test_reading_trace_changes_nothing() -> None:
     assert program_hash(trace(model, (), kwargs)) == program_hash(trace(model, (), kwargs))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert isinstance(model, zoo.LSTMClassifier)
+    assert isinstance(model, LSTMClassifier)
     assert model.lstm._flat_weights[0] is model.lstm.weight_ih_l0
     assert not model._forward_hooks
 
@@ -172,3 +175,22 @@ def test_a_model_that_was_typed_in() -> None:
     program = trace(names["Typed"](), (torch.ones(2),))
     (node,) = [n for n in program.graph.nodes if n.op == "call_function"]
     assert (info(node).source.file, info(node).source.line) == ("<string>", 3)
+
+
+@pytest.mark.filterwarnings("ignore:aten.cross_entropy_loss:graphpar.GraphparWarning")
+def test_dropout_of_a_loss_draws_in_the_order_of_its_memory() -> None:
+    """The strides of the loss are not those of its transposed targets."""
+
+    class Losses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            loss = F.cross_entropy(self.layer(x).movedim(-1, 1), targets.mT, reduction="none")
+            return F.dropout(loss, 0.5)
+
+    torch.manual_seed(0)
+    x, targets = torch.randn(2, 3, 5, 4), torch.randint(0, 4, (2, 5, 3))
+    for tp in (1, 2):
+        assert_equivalent(Losses().double(), (x.double(), targets), tp=tp)

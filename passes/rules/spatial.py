@@ -1,0 +1,84 @@
+"""Rules of ops over the last dimensions of images and signals: batch and channels pass."""
+
+from __future__ import annotations
+
+from graphpar.axes import TermDims, fresh, unify
+from graphpar.passes.rules.call import Call, OpRule, Rule
+from graphpar.passes.rules.einsum import new_axis, whole_terms
+
+
+def resized(count: int, *, linear: bool = False) -> Rule:
+    """Pooling and interpolation: the last ``count`` dimensions are whole, the others pass."""
+
+    def rule(call: Call) -> OpRule | None:
+        lead = len(call.x.shape) - count
+        results: list[TermDims] = []
+        for result in call.results:
+            if result.shape[:lead] != call.x.shape[:lead]:
+                return None
+            results.append([*call.x.dims[:lead], *fresh(result.shape[lead:])])
+        whole = [
+            *whole_terms(call.x.dims[lead:]),
+            *(t for r in results for t in whole_terms(r[lead:])),
+        ]
+        return OpRule(results, whole=whole, partial=[{0}] if linear else [])
+
+    return rule
+
+
+def images(call: Call) -> OpRule:
+    """``im2col``: only the batch of images passes."""
+    lead = len(call.x.shape) - 3
+    out = [*call.x.dims[:lead], *fresh(call.results[0].shape[lead:])]
+    whole = whole_terms([*call.x.dims[lead:], *out[lead:]])
+    return OpRule([out], whole=whole, partial=[{0}])
+
+
+def channel_shuffle(call: Call) -> OpRule:
+    return OpRule([call.x.dims], whole=list(call.x.dims[1]), partial=[{0}])
+
+
+def group_norm(call: Call) -> OpRule:
+    """``native_group_norm``: statistics of each image and group; the batch passes."""
+    batch = call.x.dims[0]
+    whole = whole_terms(call.x.dims[1:])
+    for name in ("weight", "bias"):
+        if call.get(name) is not None:
+            whole += unify(call.x.dims[1], call[name].dims[0])
+    groups = new_axis(call["group"])
+    return OpRule(
+        [call.x.dims, [batch, groups], [batch, groups]],
+        whole=[*whole, *groups],
+        local={"N": lambda inputs, _: inputs[0][0]},
+    )
+
+
+def general_convolution(call: Call) -> OpRule | None:
+    """``convolution`` without groups, transposed or not: batch and output channels pass, input
+    channels are contracted unless there is a bias."""
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    if call["groups"] != 1:
+        return None
+    spatial = len(weight.shape) - 2
+    out = fresh(call.results[0].shape[-spatial:])
+    ins, outs = weight.dims[:2] if call["transposed"] else weight.dims[1::-1]
+    whole = whole_terms([*x.dims[-spatial:], *out, *weight.dims[2:]])
+    whole += unify(x.dims[-spatial - 1], ins)
+    if bias is not None:
+        whole += [*unify(outs, bias.dims[0]), *ins]
+    return OpRule(
+        [[*x.dims[: -spatial - 1], outs, *out]],
+        whole=whole,
+        contracted=list(ins),
+        partial=[{x.index}, {weight.index}] if bias is None else [],
+    )
+
+
+def fourier(call: Call) -> OpRule:
+    """Along the transformed dimensions it is whole; others pass."""
+    dims = {d % len(call.x.shape) for d in call["dim"]}
+    out = list(call.x.dims)
+    for d in dims:
+        out[d] = new_axis(call.results[0].shape[d])
+    whole = whole_terms([*(call.x.dims[d] for d in dims), *(out[d] for d in dims)])
+    return OpRule([out], whole=whole, partial=[{0}])
