@@ -31,8 +31,8 @@ def split_dropout(program: Program, options: SplitDropout = SplitDropout()) -> P
     Attention with dropout becomes products, softmax and dropout; dropout of whole channels a
     product with a dropout of ones; alpha dropout (Klambauer et al. 2017, section 3) is
     ``a (dropout(x + c) (1 - p) - c) + a c p``. Dropout between the layers of ``aten.lstm`` and its
-    kin stays inside. Needs: traced or outlined graphs. Ensures: the same distribution; the masks
-    are others. Numerics: reassociates.
+    kin stays inside. Needs: traced or outlined graphs. Ensures: the same distribution, on the CPU
+    from the same random numbers. Numerics: reassociates.
     """
     if not any(_splits(node) for _, graph in program.graphs() for node in graph.nodes):
         return program
