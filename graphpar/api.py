@@ -27,6 +27,7 @@ def transform(
     sp: bool = False,
     mesh: DeviceMesh | None = None,
     cost: CostModel | None = None,
+    rng: str = "invariant",
 ) -> ParallelModule:
     """Partition an unmodified module over ``tp`` ranks.
 
@@ -44,6 +45,13 @@ def transform(
             et al. 2022, section 4.2.2), else along the batch, where tp divides it.
         mesh: a DeviceMesh with a dimension "tp" of size ``tp``.
         cost: prices of ops and collectives, for the partitioner.
+        rng: the masks of dropout. "invariant": a function of one number drawn per forward, the
+            layer, the op and the element, so that they are the same for every ``tp``; backward
+            makes them again. "exact": those of the unmodified model; each rank draws the whole
+            mask. "per-rank": torch's own kernels, with a mask of its own on each rank where a
+            value is sharded. For one rank the latter two change nothing. Other random ops, and
+            dropout between the layers of ``nn.LSTM`` and its kin, run whole on every rank, with
+            numbers that are the same on all of them.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.
@@ -55,9 +63,10 @@ def transform(
     if not isinstance(sp, bool):
         raise InputError(f"sp must be a bool, not {sp!r}")
     tp = check_tp(tp)
+    default_pipeline(tp=tp, rng=rng)  # an unknown rng is an error now, not at the first call
 
     def pipeline_of(types: Mapping[str, Type] | None) -> Pipeline:
-        return default_pipeline(tp=tp, sp=sp, cost=cost, state_types=types)
+        return default_pipeline(tp=tp, sp=sp, cost=cost, rng=rng, state_types=types)
 
     parallel = ParallelModule(model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)))
     call = _example(model, example_args, example_kwargs)

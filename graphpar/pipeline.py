@@ -21,6 +21,8 @@ from graphpar.passes.localize import Localize, localize
 from graphpar.passes.name_axes import NameAxes, name_axes
 from graphpar.passes.normalize import Normalize, normalize
 from graphpar.passes.outline import Outline, outline
+from graphpar.passes.seed_dropout import SeedDropout, seed_dropout
+from graphpar.passes.split_dropout import SplitDropout, split_dropout
 from graphpar.program import Program
 from graphpar.types import Type
 from graphpar.verify import verify
@@ -29,12 +31,14 @@ Pass = Callable[[Program, Any], Program]
 
 PASSES: Mapping[str, tuple[Pass, type]] = {
     "outline": (outline, Outline),
+    "split-dropout": (split_dropout, SplitDropout),
     "normalize": (normalize, Normalize),
     "name-axes": (name_axes, NameAxes),
     "annotate-partitions": (annotate_partitions, AnnotatePartitions),
     "insert-collectives": (insert_collectives, InsertCollectives),
     "fuse-biases": (fuse_biases, FuseBiases),
     "localize": (localize, Localize),
+    "seed-dropout": (seed_dropout, SeedDropout),
 }
 
 
@@ -90,21 +94,33 @@ def step(name: str, **options: Any) -> Step:
     return Step(name, kind(**options))
 
 
+RNG = ("invariant", "exact", "per-rank")
+"""What the masks of dropout may be; see :func:`graphpar.transform`."""
+
+
 def default_pipeline(
     *,
     tp: int,
     sp: bool = False,
     cost: CostModel | None = None,
+    rng: str = "invariant",
     state_types: Mapping[str, Type] | None = None,
 ) -> Pipeline:
-    """What :func:`graphpar.transform` runs after tracing. ``tp=1`` is the identity.
+    """What :func:`graphpar.transform` runs after tracing. ``tp=1`` is the identity, but for the
+    masks of dropout with ``rng="invariant"``.
 
     ``state_types``: types that parameters already have, from an earlier trace of the model.
     """
+    if rng not in RNG:
+        raise InputError(f"rng must be one of {', '.join(map(repr, RNG))}, not {rng!r}")
     if tp == 1:
-        return (step("outline"),)
+        seeded = (step("split-dropout"), step("seed-dropout")) if rng == "invariant" else ()
+        return (step("outline"), *seeded)
+    before = () if rng == "exact" else (step("split-dropout"),)
+    after = () if rng == "exact" else (step("seed-dropout", rng=rng),)
     return (
         step("outline"),
+        *before,
         step("normalize"),
         step("name-axes"),
         step(
@@ -117,6 +133,7 @@ def default_pipeline(
         step("insert-collectives"),
         step("fuse-biases"),
         step("localize"),
+        *after,
     )
 
 
@@ -159,14 +176,14 @@ def run_pipeline(
 ) -> dict[str, Program]:
     """Run the steps in order; the result maps "trace" and each step's name to its program.
 
-    ``check`` verifies after every step.
+    ``check`` verifies after every step that changes the program.
     """
     stages = {"trace": program}
     for each in pipeline:
         started = time.perf_counter()
-        program = each.run(program)
+        before, program = program, each.run(program)
         seconds = time.perf_counter() - started
-        if check:
+        if check and program is not before:
             try:
                 verify(program)
             except Exception as error:

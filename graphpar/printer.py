@@ -114,7 +114,7 @@ def _statement(program: Program, node: fx.Node, execute: bool) -> str | None:
     if is_getitem(node):
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
     shown = [show(a) for a in node.args]
-    if is_graphpar(node.target):
+    if is_graphpar(node.target) and node.args[-1] == MESH_DIM:
         shown[-1] = MESH_DIM
     shown += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
     return f"{node.name} = {_target(node.target)}({', '.join(shown)})"

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from graphpar.ops import is_conversion, signature
 from graphpar.ops.reference import on_all_ranks, redistribute
+from graphpar.ops.seeded import own_dropout, part_dropout
 from graphpar.passes.rules import FORMS, is_form, whole_op
 from graphpar.program import Program, is_getitem, output_node, placeholders
 from graphpar.types import Shard, cut, join
@@ -29,6 +30,11 @@ _RANDOM = {
     aten.gru.input,
     aten.rnn_tanh.input,
     aten.rnn_relu.input,
+}
+
+_SEEDED = {
+    torch.ops.graphpar.seeded_dropout.default,
+    torch.ops.graphpar.rank_dropout.default,
 }
 
 Ranks = list[Any]
@@ -116,6 +122,8 @@ class Simulation:
         if is_form(target):
             calls = [self._call_of(node, env, rank)[0] for rank in range(self.ranks)]
             return list(on_all_ranks(FORMS[whole_op(target)], calls))
+        if target in _SEEDED:
+            return self._seeded(node, env)
         results = []
         random = target in _RANDOM or torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None
@@ -142,6 +150,20 @@ class Simulation:
         ones = torch.ones_like(join([part.detach() for part in parts], kind))
         mask = aten.dropout(ones, p, train)
         return [part * cut(mask, kind, rank, self.ranks) for rank, part in enumerate(parts)]
+
+    def _seeded(self, node: fx.Node, env: Mapping[fx.Node, Ranks]) -> Ranks:
+        x, seed, p, number, *place = node.args
+        values = zip(env[x], env[seed], strict=True)  # type: ignore[index]
+        if node.target is torch.ops.graphpar.rank_dropout.default:
+            return [
+                own_dropout(part, own, p, number, rank if place else None)  # type: ignore[arg-type]
+                for rank, (part, own) in enumerate(values)
+            ]
+        where = [(*place[:2], rank, self.ranks) if place else () for rank in range(self.ranks)]
+        return [
+            part_dropout(part, own, p, number, *where[rank])  # type: ignore[arg-type]
+            for rank, (part, own) in enumerate(values)
+        ]
 
 
 def run_ranks(

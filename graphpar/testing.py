@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphpar.cost import CostModel
-from graphpar.interpret import model_state
+from graphpar.errors import InputError
+from graphpar.interpret import model_state, run
 from graphpar.mesh import check_tp
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.program import Program
@@ -49,11 +50,14 @@ def assert_equivalent(
     rtol: float | None = None,
     seed: int = 0,
     cost: CostModel | None = None,
+    rng: str = "exact",
 ) -> Equivalence:
     """Compare the model rewritten for ``tp`` simulated ranks with the model itself.
 
     Every output, and after backward from random cotangents every parameter's and input's
-    gradient, on every rank. Both runs start from ``seed``, so dropout takes the same masks.
+    gradient, on every rank. Both runs start from ``seed``, so dropout takes the same masks. With
+    ``rng="invariant"``, whose masks are not the model's own, the other side is the model rewritten
+    for one rank; "per-rank" promises no equality and is refused.
     A difference may be ``atol`` plus ``rtol`` times the largest element of the tensor; both
     default by dtype (1e-10 for float64). No gradient and a gradient of zeros are alike. The model
     is not changed.
@@ -61,8 +65,13 @@ def assert_equivalent(
     Raises:
         AssertionError: names the first tensor that differs, and by how much.
     """
-    program = rewrite(model, args, kwargs, tp=tp, sp=sp, cost=cost)
-    return compare(program, model, args, kwargs, atol=atol, rtol=rtol, seed=seed)
+    if rng == "per-rank":
+        raise InputError('rng="per-rank" promises no equality: compare "exact" or "invariant"')
+    program = rewrite(model, args, kwargs, tp=tp, sp=sp, cost=cost, rng=rng)
+    reference = rewrite(model, args, kwargs, tp=1, rng=rng) if rng != "exact" else None
+    return compare(
+        program, model, args, kwargs, atol=atol, rtol=rtol, seed=seed, reference=reference
+    )
 
 
 def rewrite(
@@ -73,10 +82,11 @@ def rewrite(
     tp: int,
     sp: bool = False,
     cost: CostModel | None = None,
+    rng: str = "exact",
 ) -> Program:
     """The local program of the model for ``tp`` ranks, verified after every pass."""
     bound = bind(model, args, kwargs)
-    pipeline = default_pipeline(tp=check_tp(tp), sp=sp, cost=cost)
+    pipeline = default_pipeline(tp=check_tp(tp), sp=sp, cost=cost, rng=rng)
     return list(run_pipeline(trace(model, *bound), pipeline).values())[-1]
 
 
@@ -89,8 +99,12 @@ def compare(
     atol: float | None = None,
     rtol: float | None = None,
     seed: int = 0,
+    reference: Program | None = None,
 ) -> Equivalence:
-    """Simulate a local program and compare it with ``model``, as :func:`assert_equivalent`."""
+    """Simulate a local program and compare it with ``model``, as :func:`assert_equivalent`.
+
+    ``reference``: a program of the model for one rank, to compare with in its place.
+    """
     check = _Comparison(atol, rtol)
     bound = bind(model, args, kwargs)
     leaves, spec = flatten(*bound)
@@ -102,7 +116,10 @@ def compare(
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        expected = pytree.tree_leaves(twin(*twin_args, **twin_kwargs))
+        if reference is None:
+            expected = pytree.tree_leaves(twin(*twin_args, **twin_kwargs))
+        else:
+            expected = _run_reference(reference, twin, copies[-1])
         torch.manual_seed(seed)
         found = simulation.run(copies[:-1])
         torch.manual_seed(seed + 1)
@@ -124,6 +141,15 @@ def compare(
         if program.state[name].kind == "buffer":
             check(f"buffer {name}", simulation.state[name][0], value)
     return Equivalence(program, check.compared, check.worst)
+
+
+def _run_reference(reference: Program, twin: nn.Module, leaves: Sequence[Any]) -> list[Any]:
+    results = run(reference, model_state(twin), leaves)
+    count = len(results) - len(reference.mutations)
+    for name, value in zip(reference.mutations, results[count:], strict=True):
+        owner, _, last = name.rpartition(".")
+        twin.get_submodule(owner)._buffers[last] = value.detach()
+    return results[:count]
 
 
 def _compare_parameters(

@@ -90,7 +90,7 @@ def _created(make: Callable[[fx.Node], tuple[Any, tuple[Any, ...]]]) -> Any:
     return rewrite
 
 
-def _attention_with_dropout(graph: fx.Graph, node: fx.Node) -> None:
+def attention_with_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Attention whose probabilities are dropped out, as products, softmax and dropout.
 
     The formula is that of torch's own math implementation, which runs in this case.
@@ -165,7 +165,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.new_zeros.default: _created(lambda n: (aten.zeros.default, (_size(n),))),
     aten.new_ones.default: _created(lambda n: (aten.ones.default, (_size(n),))),
     aten.new_full.default: _created(lambda n: (aten.full.default, (_size(n), n.args[2]))),
-    aten.scaled_dot_product_attention.default: _attention_with_dropout,
+    aten.scaled_dot_product_attention.default: attention_with_dropout,
 }
 
 

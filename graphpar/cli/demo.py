@@ -78,7 +78,9 @@ def partition(setting: Setting, tp: int, folder: Path, terminal: Terminal) -> No
     parameters = sum(p.numel() for p in model.parameters())
     loaded = Loaded(model, *bind(model, (), make_call(make_batches(setting)[0])))
     stages: dict[str, Program] = {}
-    program = build_stages(loaded, default_pipeline(tp=tp, sp=True), stages.__setitem__)
+    program = build_stages(
+        loaded, default_pipeline(tp=tp, sp=True, rng="exact"), stages.__setitem__
+    )
     seconds = time.perf_counter() - started
     for suffix, print_program in FORMATS.items():
         texts = {name: print_program(stage) for name, stage in stages.items()}

@@ -12,7 +12,7 @@ from graphpar.cli.loading import HELP, load_model
 from graphpar.cli.output import Terminal
 from graphpar.errors import InputError
 from graphpar.mesh import check_tp
-from graphpar.pipeline import Pipeline, default_pipeline
+from graphpar.pipeline import RNG, Pipeline, default_pipeline
 from graphpar.printer import FORMATS
 from graphpar.program import Program
 
@@ -31,6 +31,9 @@ def add_parser(
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--tp", type=int, required=True, help="number of tensor-parallel ranks")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
+    parser.add_argument(
+        "--rng", choices=RNG, default="invariant", help="masks of dropout (default: invariant)"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--stage", metavar="NAME", help='"trace" or a pass, up to which to go (default: the last)'
@@ -51,7 +54,7 @@ def add_parser(
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    pipeline = default_pipeline(tp=check_tp(options.tp), sp=options.sp)
+    pipeline = default_pipeline(tp=check_tp(options.tp), sp=options.sp, rng=options.rng)
     if options.stage:
         pipeline = until(pipeline, options.stage)
     loaded = load_model(options.model)

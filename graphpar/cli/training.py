@@ -202,7 +202,7 @@ def _train_rank(rank: int, tp: int, store: str, setting: Setting) -> Iterator[St
     )
     try:
         example = make_call(make_batches(setting)[0])
-        model = transform(make_model(setting), example_kwargs=example, tp=tp, sp=True)
+        model = transform(make_model(setting), example_kwargs=example, tp=tp, sp=True, rng="exact")
         yield from train(model, setting)
         dist.barrier()
     finally:

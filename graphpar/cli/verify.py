@@ -13,9 +13,9 @@ from graphpar.cli.build import build_stages
 from graphpar.cli.loading import HELP, load_model
 from graphpar.cli.output import Terminal
 from graphpar.mesh import check_tp
-from graphpar.pipeline import default_pipeline
+from graphpar.pipeline import RNG, default_pipeline
 from graphpar.program import Program
-from graphpar.testing import compare
+from graphpar.testing import compare, rewrite
 from graphpar.trace import flatten
 from graphpar.verify import CHECKS
 
@@ -35,12 +35,19 @@ def add_parser(
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--tp", type=int, required=True, help="number of tensor-parallel ranks")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
+    parser.add_argument(
+        "--rng",
+        choices=[rng for rng in RNG if rng != "per-rank"],
+        default="exact",
+        help="masks of dropout: the model's own (exact, the default), or invariant, compared with "
+        "the model rewritten for one rank",
+    )
     parser.set_defaults(run=run)
     return parser
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    pipeline = default_pipeline(tp=check_tp(options.tp), sp=options.sp)
+    pipeline = default_pipeline(tp=check_tp(options.tp), sp=options.sp, rng=options.rng)
     with progress(terminal, len(pipeline) + 3) as bar:
         bar("load the model")
         loaded = load_model(options.model)
@@ -54,7 +61,9 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         bar("trace")
         program = build_stages(loaded, pipeline, seen)
         try:
-            found = compare(program, loaded.module, loaded.args, loaded.kwargs)
+            call = loaded.module, loaded.args, loaded.kwargs
+            alone = rewrite(*call, tp=1, rng=options.rng) if options.rng != "exact" else None
+            found = compare(program, *call, reference=alone)
         except AssertionError as error:
             if not error.args:  # a plain assert, not a comparison
                 raise

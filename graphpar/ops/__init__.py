@@ -38,9 +38,11 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "call_seed",
     "conversion",
     "convert",
     "cross_entropy",
+    "draw_seed",
     "dropout",
     "embedding",
     "gather",
@@ -48,8 +50,10 @@ __all__ = [
     "log_softmax",
     "nll_loss",
     "pad",
+    "rank_dropout",
     "redistribute",
     "reduce_scatter",
+    "seeded_dropout",
     "shard",
     "signature",
 ]
@@ -233,6 +237,52 @@ def nll_loss(
     """
     return _ops.nll_loss.default(  # type: ignore[no-any-return]
         x, target, weight, reduction, ignore_index, dim, blocks, group
+    )
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed [2] (int64, on the host) from the default generator of the device: one number, and 0
+    for the root. A GPU waits for it, once per forward."""
+    return _ops.draw_seed.default(device)  # type: ignore[no-any-return]
+
+
+def call_seed(seed: Tensor, call: int) -> Tensor:
+    """The seed of a block's call: the same number, with the number of the call."""
+    return _ops.call_seed.default(seed, call)  # type: ignore[no-any-return]
+
+
+def seeded_dropout(
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    number: int,
+    dim: int = 0,
+    blocks: Sequence[int] = (),
+    group: str = "",
+) -> Tensor:
+    """Dropout with the mask that :func:`graphpar.ops.philox.keep_mask` gives, whatever the ranks.
+
+    ``x``, a part that ``dim`` and ``blocks`` lay out (without blocks the whole) → the same shape.
+    ``number`` is that of the op in its graph. Autograd keeps the seed and makes the mask again.
+    """
+    return _ops.seeded_dropout.default(  # type: ignore[no-any-return]
+        x, seed, p, number, dim, blocks, group
+    )
+
+
+def rank_dropout(
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    number: int,
+    dim: int = 0,
+    blocks: Sequence[int] = (),
+    group: str = "",
+) -> Tensor:
+    """:func:`seeded_dropout` with a mask of torch's generator: where there are blocks, every rank
+    has a mask of its own. Autograd keeps the mask (bool)."""
+    return _ops.rank_dropout.default(  # type: ignore[no-any-return]
+        x, seed, p, number, dim, blocks, group
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpar.ops import seeded
 from graphpar.ops.dropout import dropout, dropout_mask, fake_dropout_mask
 from graphpar.ops.kernels import KERNELS
 from graphpar.ops.sharded import on_group
@@ -123,3 +124,34 @@ def _compose(name: str) -> Callable[..., Tensor]:
 for _name, _schema in _SHARDED_SCHEMAS.items():
     _library.define(_schema)
     _library.impl(_name, _compose(_name), "CompositeImplicitAutograd")
+
+# --- dropout with a seed ------------------------------------------------------------------------
+
+_PART = "Tensor x, Tensor seed, float p, int number, int dim=0, int[] blocks=[]"
+_library.define(
+    "draw_seed(Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+_library.define("call_seed(Tensor seed, int call) -> Tensor")
+_library.define(f"dropout_part({_PART}, int rank=0, int ranks=1) -> Tensor")
+_library.define("dropout_bits(Tensor x, Tensor seed, float p, int number, int stream) -> Tensor")
+_library.define(f'seeded_dropout({_PART}, str group="") -> Tensor')
+_library.define(f'rank_dropout({_PART}, str group="") -> Tensor')
+_library.impl("seeded_dropout", seeded.seeded_dropout, "CompositeImplicitAutograd")
+_library.impl("rank_dropout", seeded.rank_dropout, "CompositeImplicitAutograd")
+for _name, _kernel, _fake in (
+    ("draw_seed", seeded.draw_seed, seeded.fake_draw_seed),
+    ("call_seed", seeded.call_seed, seeded.fake_call_seed),
+    ("dropout_part", seeded.dropout_part, seeded.fake_part),
+    ("dropout_bits", seeded.dropout_bits, seeded.fake_bits),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"graphpar::{_name}", _fake, lib=_library)
+for _name in ("draw_seed", "call_seed", "dropout_bits"):  # have no gradient
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_autograd(
+    "graphpar::dropout_part",
+    seeded.dropout_part_backward,
+    setup_context=seeded.save_seed,
+    lib=_library,
+)

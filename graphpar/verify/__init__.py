@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from graphpar.program import Program
 from graphpar.verify.node import Check
 from graphpar.verify.shapes import check_local_shapes, check_shapes
-from graphpar.verify.structure import check_links, check_lint, check_ops, check_provenance
+from graphpar.verify.structure import (
+    check_links,
+    check_lint,
+    check_ops,
+    check_provenance,
+    check_seeds,
+)
 from graphpar.verify.types import (
     check_local_arguments,
     check_means,
@@ -26,13 +32,14 @@ from graphpar.verify.types import (
 __all__ = ["CHECKS", "Check", "verify"]
 
 _STRUCTURE: tuple[Check, ...] = (check_lint, check_provenance, check_links, check_ops)
+_SEEDS: tuple[Check, ...] = (check_seeds,)
 _TYPES: tuple[Check, ...] = (check_state, check_types, check_random)
 _LOCAL: tuple[Check, ...] = (check_means, check_local_arguments)
 
 CHECKS: Mapping[str, tuple[Check, ...]] = {
-    "whole": (*_STRUCTURE, check_shapes),
+    "whole": (*_STRUCTURE, *_SEEDS, check_shapes),
     "typed": (*_STRUCTURE, *_TYPES, check_shapes),
-    "local": (*_STRUCTURE, *_TYPES, *_LOCAL, check_shapes, check_local_shapes),
+    "local": (*_STRUCTURE, *_SEEDS, *_TYPES, *_LOCAL, check_shapes, check_local_shapes),
 }
 
 

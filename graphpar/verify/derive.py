@@ -24,7 +24,7 @@ from graphpar.program import (
     tensor_spec,
 )
 from graphpar.types import I, P, R, Shard, Type, convertible, divides, letter
-from graphpar.verify.node import failure, operand_types
+from graphpar.verify.node import SEEDED, SEEDS, failure, operand_types
 
 
 def derive_type(program: Program, block: str, node: fx.Node) -> Any:
@@ -45,6 +45,10 @@ def derive_type(program: Program, block: str, node: fx.Node) -> Any:
         return _conversion(program, node)
     if node.target is torch.ops.graphpar.dropout.default:
         return _dropout(node)
+    if node.target in SEEDS:
+        return R
+    if node.target in SEEDED:
+        return _seeded(node)
     results = derive_types(node, program.ranks)
     spec, rest = info(node).spec, iter(results)
     if isinstance(spec, TensorSpec):
@@ -115,6 +119,24 @@ def _dropout(node: fx.Node) -> Type:
     if info(x).type != kind or group != MESH_DIM:
         raise failure(node, f"{x.name} is {info(x).type}, its dropout wants {kind}")
     return kind
+
+
+def _seeded(node: fx.Node) -> Type:
+    """Without blocks the value is whole, and so is its mask."""
+    x, seed, _, _, *place = node.args
+    assert isinstance(x, fx.Node)
+    assert isinstance(seed, fx.Node)
+    if info(seed).type != R:
+        raise failure(node, f"{seed.name} is {info(seed).type}: every rank needs the same seed")
+    kind = info(x).type
+    if place:
+        dim, blocks, group = place
+        fitting = kind == Shard(int(dim), tuple(blocks)) and group == MESH_DIM  # type: ignore[arg-type]
+    else:
+        fitting = kind in (I, R)
+    if not fitting:
+        raise failure(node, f"{x.name} is {kind}, its dropout is not of that")
+    return kind  # type: ignore[return-value]
 
 
 def derive_types(node: fx.Node, ranks: int) -> tuple[Type, ...]:

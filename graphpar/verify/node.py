@@ -10,8 +10,13 @@ import torch
 from torch import fx
 
 from graphpar.errors import VerifyError
+from graphpar.ops import library as library  # defines torch.ops.graphpar
 from graphpar.passes.rules import tensor_arguments
 from graphpar.program import Program, info
+
+_ops = torch.ops.graphpar
+SEEDS = (_ops.draw_seed.default, _ops.call_seed.default)
+SEEDED = (_ops.seeded_dropout.default, _ops.rank_dropout.default)
 
 Check = Callable[[Program], None]
 

@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 from graphpar.passes.rules import is_form, whole_op
 from graphpar.program import Program, TensorSpec, info, tensor_spec
 from graphpar.types import I, local_shape
-from graphpar.verify.node import failure, is_graphpar, is_op, per_node
+from graphpar.verify.node import SEEDS, failure, is_graphpar, is_op, per_node
+
+SEED_SPEC = TensorSpec((2,), torch.int64, torch.device("cpu"))
 
 
 @per_node
@@ -22,6 +24,9 @@ def check_shapes(program: Program, block: str, node: fx.Node) -> None:
     """Each op, run on fake tensors of its operands' whole shapes, gives its result's."""
     if is_form(node.target):
         _compare_shapes(node, info(node).whole_call, 1)
+    elif node.target in SEEDS:
+        if tensor_spec(node) != SEED_SPEC:
+            raise failure(node, f"{node.name} is no seed: {tensor_spec(node)}")
     elif is_graphpar(node):
         if tensor_spec(node) != tensor_spec(node.args[0]):  # type: ignore[arg-type]
             raise failure(node, f"{node.target} keeps the whole tensor's shape")

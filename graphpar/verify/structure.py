@@ -12,6 +12,7 @@ from graphpar.errors import VerifyError
 from graphpar.ops import is_conversion
 from graphpar.passes.rules import is_form
 from graphpar.program import (
+    Form,
     Program,
     TensorSpec,
     info,
@@ -22,7 +23,7 @@ from graphpar.program import (
     spec_of,
     tensor_spec,
 )
-from graphpar.verify.node import failure, per_node
+from graphpar.verify.node import SEEDED, SEEDS, failure, per_node
 
 
 def check_lint(program: Program) -> None:
@@ -96,6 +97,37 @@ def _spec(value: Any) -> Any:
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 
 
+def _has_place(node: fx.Node, form: Form) -> bool:
+    """Whether an op of graphpar's own may stand in a program of that form."""
+    if is_conversion(node.target):
+        return form != "whole"
+    if node.target in SEEDS:
+        return form != "typed"
+    if node.target in SEEDED:
+        return form == "local" or (form == "whole" and len(node.args) == 4)
+    return (node.target is torch.ops.graphpar.dropout.default or is_form(node.target)) and (
+        form == "local"
+    )
+
+
+def check_seeds(program: Program) -> None:
+    """No two dropouts take the same mask: ops of a graph differ in their numbers, calls of blocks
+    in their seeds."""
+    for _, graph in program.graphs():
+        seen = set[Any]()
+        for node in graph.nodes:
+            keys: list[Any] = []
+            if node.target in SEEDED:
+                keys = [(node.args[1], node.args[3])]
+            elif node.target is torch.ops.graphpar.call_seed.default:
+                keys = [("call", node.args[1])]
+            elif node.op == "call_module":
+                keys = [a for a in node.args if a.target in SEEDS]
+            if any(key in seen or getattr(key, "target", None) is SEEDS[0] for key in keys):
+                raise failure(node, f"{node.name} would drop what another one drops")
+            seen.update(keys)
+
+
 @per_node
 def check_ops(program: Program, block: str, node: fx.Node) -> None:
     """Ops have no side effects, and none but the typed conversions and forms on shards
@@ -110,9 +142,8 @@ def check_ops(program: Program, block: str, node: fx.Node) -> None:
         raise failure(node, f"{op} is no op of a dispatcher")
     if op._schema.is_mutable:
         raise failure(node, f"{op} writes to its operands")
-    own = is_conversion(op) and program.form != "whole"
-    own |= (op is torch.ops.graphpar.dropout.default or is_form(op)) and program.form == "local"
-    if op.namespace in _COMMUNICATING or (op.namespace == "graphpar" and not own):
+    own = op.namespace == "graphpar"
+    if op.namespace in _COMMUNICATING or (own and not _has_place(node, program.form)):
         raise failure(node, f"{op} may not stand in a program of form {program.form!r}")
     names = [a.name for a in op._schema.arguments]
     if sorted(node.kwargs, key=names.index) != list(node.kwargs):

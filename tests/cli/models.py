@@ -98,3 +98,18 @@ def needs_size(size: int) -> nn.Module:
 
 
 _private = 3
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.dropout(torch.relu(self.up(self.norm(x))), 0.5))
+        return F.dropout(y, 0.5)
+
+
+def dropping() -> Call:
+    return Dropping(), (torch.randn(2, 4, 8),), {}

@@ -44,8 +44,18 @@ def test_all_stages(graphpar: Command) -> None:
     assert re.findall("^# stage: (.*)$", found.out, re.MULTILINE) == STAGES
     compile(found.out, "dump", "exec")
     last = graphpar("dump", MLP, "--tp", 2)
-    assert found.out.endswith(f"# stage: localize\n{last.out}")
+    assert found.out.endswith(f"# stage: seed-dropout\n{last.out}")
     assert found.err.splitlines()[:-1] == last.err.splitlines()[:-1]  # the last line has a time
+
+
+def test_masks(graphpar: Command) -> None:
+    command = "dump", f"{MODELS}:dropping", "--tp", 2
+    names = {"invariant": "seeded_dropout", "exact": "dropout", "per-rank": "rank_dropout"}
+    for rng, name in names.items():
+        found = graphpar(*command, "--rng", rng).out
+        assert f" = ops.{name}(" in found
+        assert ("ops.draw_seed(" in found) == (rng != "exact")
+    assert graphpar(*command).out == graphpar(*command, "--rng", "invariant").out
 
 
 def test_the_identity(graphpar: Command) -> None:
@@ -88,7 +98,7 @@ def test_the_stages_before_a_failure(graphpar: Command, monkeypatch: pytest.Monk
     monkeypatch.setattr("graphpar.pipeline.PASSES", failing)
     found = graphpar("dump", MLP, "--tp", 2, "--all-stages")
     assert found.code == 2
-    assert re.findall("^# stage: (.*)$", found.out, re.MULTILINE) == STAGES[:4]
+    assert re.findall("^# stage: (.*)$", found.out, re.MULTILINE) == STAGES[:5]
     assert found.err.splitlines() == ["no", "  in step annotate-partitions{tp=2}"]
     assert graphpar("dump", MLP, "--tp", 2).out == ""
     assert graphpar("dump", MLP, "--tp", 2, "--stage", "name-axes").code == 0

@@ -22,6 +22,14 @@ def test_equivalent(options: tuple[object, ...], graphpar: Command) -> None:
     assert "the gradients of 12 parameters and 0 inputs;" in last
 
 
+@pytest.mark.parametrize("rng", ["exact", "invariant"])
+def test_masks(rng: str, graphpar: Command) -> None:
+    found = graphpar("verify", f"{MODELS}:dropping", "--tp", 2, "--rng", rng)
+    assert (found.code, found.err) == (0, "")
+    assert "equivalent: " in found.out
+    assert ("seed-dropout" in found.out) == (rng == "invariant")
+
+
 def without_conversion(program: Program) -> Program:
     """The program with the gradient of a norm's weight left partial."""
     broken = copy_program(program)

@@ -45,7 +45,7 @@ def train(rank: int, group: str, cases: tuple[tuple[str, bool], ...]) -> list[di
 def _train(name: str, sp: bool) -> dict[str, float]:
     model, kwargs = _model(name, dropout=0.1)
     twin = copy.deepcopy(model)
-    parallel = graphpar.transform(model, (), kwargs, tp=dist.get_world_size(), sp=sp)
+    parallel = graphpar.transform(model, (), kwargs, tp=dist.get_world_size(), sp=sp, rng="exact")
     assert list(parallel.state_dict()) == list(twin.state_dict())
     worst = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in (parallel, twin)]

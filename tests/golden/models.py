@@ -69,3 +69,45 @@ class Language(nn.Module):
 
 def language() -> tuple[nn.Module, Tensor]:
     return Language(), torch.randint(24, (2, 5))
+
+
+class Dropouts(nn.Module):
+    """All kinds but the plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout1d(x * self.scale, 0.5)
+        y = F.feature_alpha_dropout(F.alpha_dropout(y, 0.25, True), 0.25, True)
+        z, kept = torch.native_dropout(y, 0.5, True)
+        return torch.native_dropout(z, 0.5, True)[0] * kept
+
+
+class DroppingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.dropout(torch.relu(self.up(x)), 0.25)), 0.5)
+
+
+class DroppingLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(DroppingLayer(), DroppingLayer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(F.dropout(x, 0.5))
+        return y
+
+
+def dropouts() -> tuple[nn.Module, Tensor]:
+    return Dropouts(), torch.randn(4, 8, 3)
+
+
+def dropping_layers() -> tuple[nn.Module, Tensor]:
+    return DroppingLayers(), torch.randn(2, 4, 8)

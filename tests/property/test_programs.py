@@ -53,16 +53,21 @@ def costs(number: int) -> Sequence[CostModel]:
 
 
 def check(program: Program) -> None:
-    """What :func:`graphpar.testing.assert_equivalent` does, for two plans of one trace."""
+    """What :func:`graphpar.testing.assert_equivalent` does, for two plans of one trace: with the
+    model's own masks, then with those that a seed gives on any number of ranks."""
     model, args, kwargs = program.build()
     bound = bind(model, args, kwargs)
     traced = trace(model, *bound)
     other = costs(program.seed)[program.seed % 3 > 0]
-    for sp, cost in ((program.sp, None), (not program.sp, other)):
-        stages = run_pipeline(traced, default_pipeline(tp=program.tp, sp=sp, cost=cost))
+    plans = ((program.sp, None, "exact"), (not program.sp, other, "invariant"))
+    for sp, cost, rng in plans:
+        pipeline = default_pipeline(tp=program.tp, sp=sp, cost=cost, rng=rng)
+        *_, unseeded, rewritten = run_pipeline(traced, pipeline).values()
+        alone = None
+        if rng != "exact" and rewritten is not unseeded:
+            alone = list(run_pipeline(traced, default_pipeline(tp=1, rng=rng)).values())[-1]
         try:
-            rewritten = list(stages.values())[-1]
-            compare(rewritten, model, args, kwargs, atol=1e-10, rtol=1e-10)
+            compare(rewritten, model, args, kwargs, atol=1e-10, rtol=1e-10, reference=alone)
         except AssertionError as error:
             error.add_note(f"tp={program.tp}, sp={sp}, cost={cost}")
             raise

@@ -13,6 +13,7 @@ from graphpar.ops import is_conversion
 from graphpar.program import (
     Program,
     annotate,
+    copy_program,
     derive,
     info,
     is_getitem,
@@ -25,7 +26,13 @@ from graphpar.provenance import UNKNOWN
 from graphpar.types import I, P, R, Shard
 from graphpar.verify import Check
 from graphpar.verify.shapes import check_local_shapes, check_shapes
-from graphpar.verify.structure import check_links, check_lint, check_ops, check_provenance
+from graphpar.verify.structure import (
+    check_links,
+    check_lint,
+    check_ops,
+    check_provenance,
+    check_seeds,
+)
 from graphpar.verify.types import (
     check_local_arguments,
     check_means,
@@ -37,10 +44,14 @@ from tests.unit import mutations
 from tests.unit.sound_program import (
     CONVERT,
     first,
+    nodes,
     of,
+    seeded,
 )
 
 aten = torch.ops.aten
+SEEDED = torch.ops.graphpar.seeded_dropout.default
+CALL_SEED = torch.ops.graphpar.call_seed.default
 
 
 def uses_before_definition(program: Program) -> Program:
@@ -235,6 +246,47 @@ def dropout_of_another_shard(program: Program) -> Program:
     return program
 
 
+def a_mask_taken_twice(_: Program) -> Program:
+    program = copy_program(seeded())
+    node = [n for n in nodes(program) if n.target is SEEDED][1]
+    node.args = (*node.args[:3], 0, *node.args[4:])
+    return program
+
+
+def a_call_number_taken_twice(_: Program) -> Program:
+    program = copy_program(seeded())
+    node = [n for n in nodes(program) if n.target is CALL_SEED][1]
+    node.args = (node.args[0], 1)
+    return program
+
+
+def the_seed_of_the_root(_: Program) -> Program:
+    program = copy_program(seeded())
+    node = of(program, CALL_SEED)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    return program
+
+
+def a_whole_mask_for_a_shard(_: Program) -> Program:
+    program = copy_program(seeded())
+    node = of(program, SEEDED)
+    node.args = node.args[:4]
+    return program
+
+
+def an_invariant_seed(_: Program) -> Program:
+    program = copy_program(seeded())
+    annotate(of(program, SEEDED).all_input_nodes[1], type=I)
+    return program
+
+
+def a_seed_of_another_shape(_: Program) -> Program:
+    program = copy_program(seeded())
+    node = of(program, CALL_SEED)
+    annotate(node, spec=replace(tensor_spec(node), shape=(3,)))
+    return program
+
+
 def mean_of_shards(program: Program) -> Program:
     node = first(program, lambda n: n.target is aten.sum.dim_IntList)
     node.target = aten.mean.dim
@@ -341,6 +393,12 @@ BROKEN: list[tuple[Check, Break, str]] = [
     (check_types, a_block_of_other_types, "Shard"),
     (check_types, not_linear, "is not linear in Partial operands"),
     (check_types, dropout_of_another_shard, "its dropout wants"),
+    (check_types, a_whole_mask_for_a_shard, "its dropout is not of that"),
+    (check_types, an_invariant_seed, "every rank needs the same seed"),
+    (check_seeds, a_mask_taken_twice, "would drop what another one drops"),
+    (check_seeds, a_call_number_taken_twice, "would drop what another one drops"),
+    (check_seeds, the_seed_of_the_root, "would drop what another one drops"),
+    (check_shapes, a_seed_of_another_shape, "is no seed"),
     (check_random, dropout_of_shards, "would draw other numbers"),
     (check_random, attention_dropout_of_shards, "would draw other numbers"),
     (check_means, mean_of_shards, "is not the mean of the whole"),

@@ -17,6 +17,7 @@ from graphpar.program import (
     copy_program,
 )
 from graphpar.trace import bind, trace
+from tests.golden.models import dropping_layers
 
 aten = torch.ops.aten
 CONVERT = torch.ops.graphpar.convert.default
@@ -59,8 +60,17 @@ class Model(nn.Module):
 @functools.cache
 def stages() -> dict[str, Program]:
     torch.manual_seed(0)
-    steps = default_pipeline(tp=2, sp=True, cost=SLOW_LINKS)
+    steps = default_pipeline(tp=2, sp=True, cost=SLOW_LINKS, rng="exact")
     return run_pipeline(trace(Model(), *bind(Model(), (torch.randn(2, 4, 8),), None)), steps)
+
+
+@functools.cache
+def seeded() -> Program:
+    """Layers that drop, with masks that follow from a seed."""
+    torch.manual_seed(0)
+    model, x = dropping_layers()
+    steps = default_pipeline(tp=2, sp=True)
+    return list(run_pipeline(trace(model, *bind(model, (x,), None)), steps).values())[-1]
 
 
 def local() -> Program:

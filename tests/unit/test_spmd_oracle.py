@@ -232,7 +232,7 @@ def traced(model: str) -> Program:
 
 
 def rewritten(model: str, ranks: int, sp: bool) -> Program:
-    pipeline = default_pipeline(tp=ranks, sp=sp)
+    pipeline = default_pipeline(tp=ranks, sp=sp, rng="exact")
     return list(run_pipeline(traced(model), pipeline).values())[-1]
 
 
