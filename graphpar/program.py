@@ -152,7 +152,7 @@ def derive(
 ) -> fx.Node:
     """A new call node at the graph's insertion point, with the provenance of ``like``."""
     node = graph.create_node("call_function", target, args, kwargs, name=name)
-    set_info(node, replace(info(like), origin=origin, **changes))
+    set_info(node, replace(info(like), **{"origin": origin, "whole_call": None, **changes}))
     return node
 
 

@@ -14,13 +14,9 @@ from graphpar.program import Program, is_getitem
 from graphpar.testing import compare
 from graphpar.trace import trace
 from tests import zoo
+from tests.zoo.precise import float64_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
-
-# They compute in float32 somewhere whatever the dtype, so sums differ in its rounding.
-FLOAT32_INSIDE = {
-    "mistral", "qwen2", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "olmo2", "mamba", "bloom",
-}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,7 +27,8 @@ def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
         key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in kwargs.items()
     }
-    return model, kwargs, trace(model, (), kwargs)
+    with float64_inside():
+        return model, kwargs, trace(model, (), kwargs)
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -42,8 +39,8 @@ def test_rewritten_model_is_the_original(name: str, tp: int, sp: bool) -> None:
     rewritten = list(run_pipeline(program, default_pipeline(tp=tp, sp=sp, rng="exact")).values())[
         -1
     ]
-    tolerance = 1e-5 if name in FLOAT32_INSIDE else 1e-10
-    compare(rewritten, model, (), kwargs, atol=tolerance, rtol=tolerance)
+    with float64_inside():
+        compare(rewritten, model, (), kwargs, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", sorted({*zoo.BUILDERS, *zoo.MORE} - {"lstm"}))
