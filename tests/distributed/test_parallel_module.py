@@ -23,8 +23,7 @@ from graphpar.state import local_part
 from graphpar.testing import rewrite
 from tests import zoo
 from tests.distributed.harness import run_processes, run_threads
-
-FLOAT32_INSIDE = {"gpt2", "llama"}  # norms or losses
+from tests.zoo.precise import float64_inside
 
 
 def _model(name: str, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
@@ -39,7 +38,8 @@ def _whole(value: Tensor) -> Tensor:
 def train(rank: int, group: str, cases: tuple[tuple[str, bool], ...]) -> list[dict[str, float]]:
     """Two steps of AdamW beside the unmodified model; the largest differences, per case."""
     warnings.simplefilter("ignore")
-    return [_train(name, sp) for name, sp in cases]
+    with float64_inside():
+        return [_train(name, sp) for name, sp in cases]
 
 
 def _train(name: str, sp: bool) -> dict[str, float]:
@@ -96,12 +96,11 @@ def test_training_on_processes(world: int, cases: tuple[tuple[str, bool], ...]) 
     """Also case C23: the gradient norm is the one-device norm, and clipping scales all."""
     for ranks in run_processes(world, train, cases, timeout=400):
         for (name, _), worst in zip(cases, ranks, strict=True):
-            loose = name in FLOAT32_INSIDE
-            assert worst["loss"] < (1e-6 if loose else 1e-12), (name, worst)
-            assert worst["norm"] < (1e-6 if loose else 1e-11), (name, worst)
-            assert worst["gradient"] < (1e-6 if loose else 1e-12), (name, worst)
+            assert worst["loss"] < 1e-12, (name, worst)
+            assert worst["norm"] < 1e-11, (name, worst)
+            assert worst["gradient"] < 1e-12, (name, worst)
             # Adam divides tiny gradients by their own size, so their rounding shows.
-            assert worst["parameter"] < (1e-4 if loose else 1e-8), (name, worst)
+            assert worst["parameter"] < 1e-8, (name, worst)
 
 
 # --- the same programs on threads ---------------------------------------------------------------

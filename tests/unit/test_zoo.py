@@ -17,11 +17,10 @@ from graphpar.testing import Equivalence, compare
 from graphpar.trace import trace
 from graphpar.types import I, Shard
 from tests import zoo
+from tests.zoo.precise import float64_inside
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
-# Their norms or losses compute in float32 whatever the dtype, so sums differ in its rounding.
-FLOAT32_INSIDE = {"gpt2", "llama", "qwen3", "gemma2", "mixtral"}
 SHARDED_SHARE = {"lstm": 0.0}
 
 
@@ -33,7 +32,8 @@ def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
         key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in kwargs.items()
     }
-    return model, kwargs, trace(model, (), kwargs)
+    with float64_inside():
+        return model, kwargs, trace(model, (), kwargs)
 
 
 @functools.cache
@@ -44,9 +44,9 @@ def rewritten(name: str, tp: int, sp: bool) -> Program:
 
 def equivalent(name: str, tp: int, sp: bool) -> Equivalence:
     model, kwargs, _ = traced(name)
-    tolerance = 1e-5 if name in FLOAT32_INSIDE else 1e-10
     program = rewritten(name, tp, sp)
-    return compare(program, model, (), kwargs, atol=1e-10, rtol=tolerance)
+    with float64_inside():
+        return compare(program, model, (), kwargs, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -144,7 +144,8 @@ def test_tp_1_is_the_traced_graph() -> None:
             if node.op == "call_function" and "getitem" not in str(node.target):
                 flat[node.target] += last.call_count(block)
     assert flat == Counter({op: n for op, n in ops.items() if "getitem" not in str(op)})
-    assert compare(last, model, (), kwargs, atol=0.0, rtol=0.0).worst == 0.0
+    with float64_inside():
+        assert compare(last, model, (), kwargs, atol=0.0, rtol=0.0).worst == 0.0
 
 
 def test_a_model_on_the_meta_device_is_planned() -> None:
