@@ -8,6 +8,7 @@ from graphpar.checkpoint import load_checkpoint, save_checkpoint
 from graphpar.cost import CostModel
 from graphpar.errors import GraphparError, GraphparWarning
 from graphpar.parallel_module import ParallelModule
+from graphpar.weights import load_safetensors
 
 __all__ = [
     "CostModel",
@@ -15,6 +16,7 @@ __all__ = [
     "GraphparWarning",
     "ParallelModule",
     "load_checkpoint",
+    "load_safetensors",
     "save_checkpoint",
     "testing",
     "transform",

@@ -66,6 +66,9 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
             is cut short; the message names it. Nothing has been changed then.
     """
     path = Path(path)
+    if isinstance(model, ParallelModule):
+        _check(path, {"model": model.state_dict()})
+        model.allocate()
     state = _state(model, optimizer)
     _check(path, state)
     with _one_process_is_fine():

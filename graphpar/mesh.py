@@ -21,6 +21,12 @@ def check_tp(tp: object) -> int:
     return tp
 
 
+def default_device() -> torch.device:
+    """The accelerator, if there is one, else the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else found
+
+
 def find_mesh(mesh: DeviceMesh | None, tp: int, device: torch.device) -> DeviceMesh | None:
     """A one-dimensional mesh of ``tp`` ranks, or ``None`` if there are too few processes.
 
@@ -40,6 +46,7 @@ def find_mesh(mesh: DeviceMesh | None, tp: int, device: torch.device) -> DeviceM
     if world % tp:
         raise InputError(f"{world} processes cannot form groups of tp={tp}")
     shape = (world // tp, tp)
+    device = default_device() if device.type == "meta" else device
     return init_device_mesh(device.type, shape, mesh_dim_names=("dp", MESH_DIM))[MESH_DIM]
 
 

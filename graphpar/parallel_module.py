@@ -11,19 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-from graphpar.errors import GraphparError, InputError, MeshError
+from graphpar.errors import CheckpointError, GraphparError, InputError, MeshError
 from graphpar.interpret import autocast_off
-from graphpar.mesh import process_count
+from graphpar.mesh import default_device, process_count
 from graphpar.ops.agree import check_agreement, meet
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
-from graphpar.runtime import Container, compile_program, mirror, place, select, write_buffers
-from graphpar.state import distribute, full_state, in_pieces, packed_types
+from graphpar.runtime import (
+    Container,
+    compile_program,
+    local,
+    mirror,
+    place,
+    select,
+    write_buffers,
+)
+from graphpar.state import distribute, full_state, in_pieces, moved, packed_types
 from graphpar.trace import Tracer, bind, call_key, flatten, unflatten
 from graphpar.trace.fold import draws
-from graphpar.trace.skeleton import skeleton
+from graphpar.trace.skeleton import all_on_meta, hollow_on, on_meta, skeleton
 from graphpar.types import Type
 
 PipelineOf = Callable[[Mapping[str, Type] | None], Pipeline]
@@ -62,7 +71,8 @@ class ParallelModule(Container):
         self._first: Variant | None = None
         self._started: set[int] = set()
         # In lists, so that they do not register as submodules.
-        self._sources: list[nn.Module] = [model]
+        self._originals: list[nn.Module] = [model]
+        self._sources: list[nn.Module] = [model if not on_meta(model) else all_on_meta(model)]
         self._roots: list[Container] = [mirror(model)]
         self._modules = self._roots[0]._modules
         self._parameters = self._roots[0]._parameters
@@ -79,6 +89,8 @@ class ParallelModule(Container):
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
         """The variant for such a call, traced now if it is new."""
         args, kwargs = bind(self._source, args, kwargs)
+        if on_meta(self._source):
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         key = self._key(args, kwargs)
         if key not in self._variants:
             with torch.inference_mode(False):  # parameters and constants are ordinary tensors
@@ -114,7 +126,7 @@ class ParallelModule(Container):
 
     def _adopt(self, program: Program) -> None:
         """Take the model's parameters and buffers, cut as the program says; keep a skeleton."""
-        model = self._source
+        model = self._originals[0]
         kinds = {name: state for state in program.state.values() for name in state.names}
         memo: dict[int, Tensor] = {}
         buffers = {id(b) for b in model.buffers()}
@@ -123,7 +135,9 @@ class ParallelModule(Container):
             if id(value) not in memo:
                 memo[id(value)] = self._own(value, kinds[name].type, id(value) in buffers)
             place(self, name, memo[id(value)], persistent=name in persistent)
-        self._sources[0] = skeleton(model)
+        self._originals[0] = skeleton(model)
+        if not on_meta(self._source):
+            self._sources[0] = self._originals[0]
         self.register_load_state_dict_pre_hook(_take_whole_tensors)  # type: ignore[no-untyped-call]
 
     def _own(self, value: Tensor, kind: Type, is_buffer: bool) -> Tensor:
@@ -151,6 +165,11 @@ class ParallelModule(Container):
                 f"torchrun --nproc-per-node {self._tp}, or read, print and simulate the program "
                 "without calling it"
             )
+        if self._first is not None and on_meta(self._source):
+            raise GraphparError(
+                "the model is on the meta device, without values: call load_safetensors, "
+                "load_checkpoint, or allocate and load_state_dict"
+            )
         args, kwargs = bind(self._source, args, kwargs)
         key = self._key(args, kwargs)
         variant = self._variants.get(key) or self.prepare(args, kwargs)
@@ -177,6 +196,45 @@ class ParallelModule(Container):
                 state = torch.cuda.get_rng_state()
             digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
             check_agreement(digest, self._group, "random state", "call torch.manual_seed")
+
+    # --- memory ---
+
+    def allocate(self, device: torch.device | str | None = None) -> None:
+        """Give a model on the meta device memory (with any values); else do nothing.
+
+        Default: on the accelerator, if there is one, else on the CPU. Make optimizers after it.
+
+        Raises:
+            CheckpointError: buffers that no checkpoint holds have no values.
+        """
+        self._known()
+        if not on_meta(self._source):
+            return
+        where = torch.device(device) if device is not None else default_device()
+        lost = [n for n, s in self.program.state.items() if s.kind == "buffer" and not s.persistent]
+        lost = [name for name in lost if self.get_buffer(name).is_meta]
+        if lost:
+            raise CheckpointError(
+                f"no checkpoint holds the buffers {', '.join(lost)}: give them values before "
+                "transform (make the model with its parameters alone on the meta device)"
+            )
+        memo: dict[int, Tensor] = {}
+        persistent = set(self.state_dict())
+        for name, value in list(_named_state(self)):
+            if id(value) not in memo:
+                memo[id(value)] = moved(value, where)
+            place(self, name, memo[id(value)], persistent=name in persistent)
+        self._sources[0] = self._originals[0] = hollow_on(self._originals[0], where)
+        self._variants.clear()
+        self._tracer = Tracer()
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """What this rank holds of each parameter and buffer, by all names; the memory is shared."""
+        return {name: local(value).detach() for name, value in _named_state(self)}
+
+    def place_in_mesh(self) -> tuple[int, int]:
+        """This rank among the tensor-parallel ranks, and their number."""
+        return (0, 1) if self._mesh is None else (self._mesh.get_local_rank(), self._mesh.size())
 
     # --- reading ---
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Replicate as ReplicatePlacement
@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from graphpar.ops.kernels import intervals
 from graphpar.program import State
 from graphpar.types import Shard, Type, cut, join
 
@@ -36,27 +37,19 @@ def local_part(whole: Tensor, kind: Type, rank: int, ranks: int) -> Tensor:
     return part.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _pieces(
-    part: Tensor, kind: Shard, rank: int, ranks: int
-) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """A rank's part as views of its pieces, each with its offset in the whole tensor."""
-    found: list[tuple[Tensor, tuple[int, ...]]] = []
-    start = 0
-    for block, piece in zip(
-        kind.blocks, part.split([b // ranks for b in kind.blocks], kind.dim), strict=True
-    ):
-        offset = [0] * part.dim()
-        offset[kind.dim] = start + rank * (block // ranks)
-        found.append((piece, tuple(offset)))
-        start += block
-    return found
+def local_intervals(kind: Shard, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """(start in the whole dimension, size) of the pieces that a rank holds, in order."""
+    return intervals(kind.blocks, rank, ranks)
 
 
 def in_pieces(value: DTensor, kind: Shard) -> DTensor:
     """A DTensor over the same memory that tells DCP which pieces of the whole it holds."""
     local = value.to_local().detach()
-    shards = _pieces(local, kind, value.device_mesh.get_local_rank(), value.device_mesh.size())
-    wrapper = LocalShardsWrapper([part for part, _ in shards], [offset for _, offset in shards])
+    mesh = value.device_mesh
+    held = local_intervals(kind, mesh.get_local_rank(), mesh.size())
+    shards = list(local.split([size for _, size in held], kind.dim))
+    offsets = [tuple(start * (d == kind.dim) for d in range(local.dim())) for start, _ in held]
+    wrapper = LocalShardsWrapper(shards, offsets)
     made = DTensor.from_local(
         local,
         value.device_mesh,
@@ -94,6 +87,25 @@ def distribute(whole: Tensor, kind: Type, mesh: DeviceMesh) -> DTensor:
         shape=whole.shape,
         stride=torch.empty(whole.shape, device="meta").stride(),
     )
+
+
+def moved(value: Tensor, device: torch.device) -> Tensor:
+    """A value on ``device``; one of the meta device gets memory there, with any values."""
+    part = value.to_local() if isinstance(value, DTensor) else value
+    part = part.detach()
+    made = torch.empty_like(part, device=device) if part.is_meta else part.to(device)
+    if isinstance(value, DTensor):
+        made = DTensor.from_local(
+            made,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(made, requires_grad=value.requires_grad)
+    return made
 
 
 def gather(part: Tensor, kind: Type, mesh: DeviceMesh) -> Tensor:

@@ -35,6 +35,40 @@ def skeleton(model: nn.Module) -> nn.Module:
         ) from error
 
 
+def on_meta(model: nn.Module) -> bool:
+    """Whether a parameter of the model is on the meta device."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def all_on_meta(model: nn.Module) -> nn.Module:
+    """A skeleton of which everything is on the meta device."""
+    return skeleton(model).to("meta")
+
+
+def hollow_on(model: nn.Module, device: torch.device) -> nn.Module:
+    """The skeleton of what ``model``, itself one on the meta device, is on ``device``."""
+    made = skeleton(model)
+    for module in made.modules():
+        tensors: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for held in tensors:
+            for name, value in held.items():
+                held[name] = None if value is None else _moved(value, device)
+    return made
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    if not value.is_meta:
+        return value.to(device)
+    if not hasattr(value, "_graphpar_moved"):  # ties stay ties
+        empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        empty.untyped_storage().resize_(0)
+        if isinstance(value, nn.Parameter):
+            empty = torch.Tensor._make_subclass(type(value), empty, value.requires_grad)
+        value._graphpar_moved = empty  # type: ignore[attr-defined]
+    moved: Tensor = value._graphpar_moved  # type: ignore[attr-defined]
+    return moved
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's own attributes, and in containers there."""
     if isinstance(value, Tensor):

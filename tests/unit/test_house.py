@@ -24,7 +24,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("passes",),
     ("pipeline",),
     ("codegen",),
-    ("mesh", "state", "runtime", "parallel_module", "checkpoint", "api", "testing"),
+    ("mesh", "state", "runtime", "parallel_module", "api", "testing"),
+    ("checkpoint", "weights"),
     ("__init__",),
     ("cli", "__main__"),
 )
