@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import graphpar
 from graphpar import parallel_module, pipeline
 from graphpar.program import Program
+from graphpar.trace import trace
 
 PASSES = tuple(pipeline.PASSES)
 SOLVER = "annotate-partitions"
@@ -92,7 +93,7 @@ def transform_traced(model: PreTrainedModel, call: dict[str, Any], program: Prog
         return run(program, steps, [observe])
 
     with (
-        mock.patch.object(parallel_module, "trace", return_value=program),
+        mock.patch.object(parallel_module.Tracer, "trace", return_value=program),
         mock.patch.object(parallel_module, "run_pipeline", timed_run),
         mock.patch.object(pipeline, "verify", timed_verify),
         timer("total"),
@@ -111,7 +112,7 @@ def measure(size: Size, sequence: int, repeats: int) -> dict[str, float]:
     tokens = torch.zeros(1, sequence, dtype=torch.long, device="meta")
     call = {"input_ids": tokens, "use_cache": False}
     start = time.perf_counter()
-    program = parallel_module.trace(model, (), call)
+    program = trace(model, (), call)
     seconds = {"trace": time.perf_counter() - start}
     runs = []
     for _ in range(repeats):
