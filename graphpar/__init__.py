@@ -8,6 +8,7 @@ from graphpar.checkpoint import load_checkpoint, save_checkpoint
 from graphpar.cost import CostModel
 from graphpar.errors import GraphparError, GraphparWarning
 from graphpar.parallel_module import ParallelModule
+from graphpar.passes.rules import register_rule
 from graphpar.weights import load_safetensors
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ParallelModule",
     "load_checkpoint",
     "load_safetensors",
+    "register_rule",
     "save_checkpoint",
     "testing",
     "transform",

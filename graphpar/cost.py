@@ -55,25 +55,18 @@ class CostModel:
 
 
 _CONTRACTIONS = {
-    "linear",
-    "addmm",
-    "mm",
-    "bmm",
-    "mv",
-    "dot",
-    "matmul",
-    "einsum",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "scaled_dot_product_attention",
-}
+    *(
+        f"aten::{name}"
+        for name in (
+            "linear", "addmm", "mm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "matmul",
+            "einsum", "conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention",
+            "_grouped_mm",
+        )
+    ),
+    "transformers::grouped_mm_fallback",
+}  # fmt: skip
 
 
 def is_contraction(target: object) -> bool:
     """Whether the op multiplies and sums: where tensor parallelism splits the work."""
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and target._schema.name.removeprefix("aten::") in _CONTRACTIONS
-    )
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name in _CONTRACTIONS

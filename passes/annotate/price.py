@@ -15,7 +15,12 @@ from graphpar.program import TensorSpec, info, tensor_spec
 from graphpar.types import Shard, letter
 
 aten = torch.ops.aten
-CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+CONVOLUTIONS = {
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.convolution.default,
+}
 _PREFER_INVARIANT_US = 1e-4
 
 
@@ -70,6 +75,8 @@ def flops_of(node: fx.Node) -> int:
         return 2 * operands[1].shape[-2] * (operands[0].numel + result.numel)
     if node.target in CONVOLUTIONS:
         return 2 * result.numel * math.prod(operands[1].shape[1:])
+    if "grouped_mm" in str(node.target):  # each row meets one group's matrix
+        return 2 * result.numel * operands[0].shape[-1]
     op = info(node).axes
     assert op is not None
     kept = {dim for dims in op.results for dim in dims}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from graphpar.passes.rules.call import Call, OpRule, call_of, tensor_arguments
 from graphpar.passes.rules.forms import ALONG_WEIGHTS, FORMS, is_form, whole_op
 from graphpar.passes.rules.strategy import Strategy, partial_strategies, shard_strategy
-from graphpar.passes.rules.table import RULES, local_call, op_axes, rule_for
+from graphpar.passes.rules.table import RULES, local_call, op_axes, register_rule, rule_for
 
 __all__ = [
     "ALONG_WEIGHTS",
@@ -24,6 +24,7 @@ __all__ = [
     "local_call",
     "op_axes",
     "partial_strategies",
+    "register_rule",
     "rule_for",
     "shard_strategy",
     "tensor_arguments",

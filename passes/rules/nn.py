@@ -36,6 +36,16 @@ def vdot(call: Call) -> OpRule | None:
     return None if call.x.spec.dtype.is_complex else matmul(call)
 
 
+def grouped_mm(call: Call) -> OpRule | None:
+    """Rows sorted by group, each group times its own matrix: rows and groups are whole."""
+    x, weight, ends = call.operands[0], call.operands[1], call.get("offs")
+    if ends is None or call.get("bias") is not None or len(x.shape) != 2 or len(weight.shape) != 3:
+        return None
+    rule = einsum(call, "[s] k, [e] k n, [e] -> s n", [x, weight, ends])
+    rule.partial = [{x.index}, {weight.index}]
+    return rule
+
+
 def distances(call: Call) -> OpRule:
     """``_cdist_forward``: all pairs of rows."""
     formula = "... p [d], ... r [d] -> ... p r"

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from graphpar.axes import Axis, Dims, Freezer, OpAxes, TermDims, axes_of, fresh
+from graphpar.errors import InputError
 from graphpar.passes.rules import indexing, nn, parts, pointwise, reductions, spatial, views
 from graphpar.passes.rules.call import Call, OpRule, Rule, call_of
-from graphpar.passes.rules.einsum import whole_terms
+from graphpar.passes.rules.einsum import einsum, whole_terms
 from graphpar.passes.rules.forms import form_of, whole_op
 from graphpar.program import MESH_DIM, info, tensor_spec
 from graphpar.types import Shard, Type, local_shape
@@ -38,6 +39,7 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.baddbmm.default: nn.baddbmm,
     aten.addmv.default: nn.addmv,
     aten._cdist_forward.default: nn.distances,
+    aten._grouped_mm.default: nn.grouped_mm,
     aten.matmul.default: nn.matmul,
     aten.einsum.default: nn.torch_einsum,
     aten.conv1d.default: nn.convolution,
@@ -200,6 +202,7 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.full.default: replicated,
     aten.empty.memory_format: replicated,
     aten.scalar_tensor.default: replicated,
+    aten.histc.default: replicated,
     aten.eye.default: replicated,
     aten.eye.m: replicated,
     aten.linspace.default: replicated,
@@ -212,13 +215,51 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
 }
 
 
+# Ops of libraries that may not be there, by their qualified names.
+_NAMED: dict[str, Rule] = {"transformers::grouped_mm_fallback": nn.grouped_mm}
+
+
+def register_rule(op: str, formula: str, *, linear: bool = False) -> None:
+    """Tell how an op of yours (a ``torch.library.custom_op``) may run on shards.
+
+    Args:
+        op: its qualified name, ``"mylib::my_op"``.
+        formula: one term per tensor argument, then one per result, as in
+            ``"... k, n k -> ... n"``: a letter names a dimension, ``...`` leading ones; a letter
+            that no result has is summed over, and one in brackets must stay whole. The op must do
+            the same on a part of a dimension that is not in brackets as on the whole of it.
+        linear: whether the op is linear in each floating tensor argument; if not, no dimension
+            that is summed over may be cut.
+
+    Raises:
+        InputError: the formula cannot be read.
+    """
+    if formula.count("->") != 1 or "::" not in op:
+        raise InputError(f"{op!r}: {formula!r}; legal: 'library::op' and 'a b, b c -> a c'")
+
+    def rule(call: Call) -> OpRule | None:
+        if len(call.operands) != formula.split("->")[0].count(",") + 1:
+            return None
+        found = einsum(call, formula, call.operands, linear=linear)
+        found.partial = [p for p in found.partial if _floating(call, p)]
+        if not linear:
+            found.whole, found.contracted = [*found.whole, *found.contracted], []
+        return found
+
+    _NAMED[op] = rule
+
+
+def _floating(call: Call, places: set[int]) -> bool:
+    dtypes = [call.operands[place].spec.dtype for place in places]
+    return all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+
+
 def rule_for(target: object) -> Rule | None:
     """The rule of an op; ``None`` if the op is opaque."""
-    if isinstance(target, torch._ops.OpOverload):
-        return RULES.get(target) or (
-            pointwise.pointwise if pointwise.is_pointwise(target) else None
-        )
-    return None
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    rule = RULES.get(target) or _NAMED.get(target._schema.name)
+    return rule or (pointwise.pointwise if pointwise.is_pointwise(target) else None)
 
 
 def apply_rule(node: fx.Node, dims: Callable[[fx.Node], TermDims]) -> tuple[Call, OpRule | None]:

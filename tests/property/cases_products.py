@@ -69,6 +69,17 @@ def addmv(p: Pick) -> Case:
     return Case(aten.addmv.default, (p.x(*p.broadcast([m])), p.x(m, k), p.x(k)), scales)
 
 
+def grouped_mm(p: Pick) -> Case:
+    """Sizes that the kernel takes: rows of 16 bytes."""
+    groups, k, n = p.number(1, 3), 16 * p.number(1, 3), 16 * p.number(1, 3)
+    counts = torch.tensor([p.number(0, 4) for _ in range(groups)])
+    rows = max(int(counts.sum()), 1)
+    ends = counts.cumsum(0).clamp(max=rows).int()
+    ends[-1] = rows
+    x, weight = p.x(rows, k).float(), p.x(groups, k, n).float()
+    return Case(aten._grouped_mm.default, (x, weight, ends))
+
+
 def distances(p: Pick) -> Case:
     batch, d = p.shape(0, 2), p.size()
     x, y = p.x(*batch, p.size(), d), p.x(*batch, p.size(), d) + 1

@@ -289,7 +289,7 @@ class Checker:
     def split(self, value: Tensor, kind: Type, ranks: int) -> list[Tensor]:
         """What each rank holds of a value."""
         if isinstance(kind, Shard):
-            return [cut(value, kind, rank, ranks) for rank in range(ranks)]
+            return [cut(value, kind, rank, ranks).contiguous() for rank in range(ranks)]
         if kind == P:
             addends = [self._random(value.shape, value.dtype) for _ in range(ranks - 1)]
             return [*addends, value - torch.stack(addends).sum(0).to(value.dtype)]

@@ -19,9 +19,14 @@ from tests.zoo.precise import float64_inside
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
 
+FLOAT32_ONLY = {"mixtral_grouped"}  # its products have no kernel for float64
+
+
 @functools.lru_cache(maxsize=1)
 def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
     model, kwargs = zoo.build(name)
+    if name in FLOAT32_ONLY:
+        return model, kwargs, trace(model, (), kwargs)
     model = model.double()
     kwargs = {
         key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -36,11 +41,10 @@ def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
 @pytest.mark.parametrize("name", sorted(zoo.MORE))
 def test_rewritten_model_is_the_original(name: str, tp: int, sp: bool) -> None:
     model, kwargs, program = traced(name)
-    rewritten = list(run_pipeline(program, default_pipeline(tp=tp, sp=sp, rng="exact")).values())[
-        -1
-    ]
+    stages = run_pipeline(program, default_pipeline(tp=tp, sp=sp, rng="exact"))
+    tolerance = 1e-4 if name in FLOAT32_ONLY else 1e-10
     with float64_inside():
-        compare(rewritten, model, (), kwargs, atol=1e-10, rtol=1e-10)
+        compare(stages["localize"], model, (), kwargs, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", sorted({*zoo.BUILDERS, *zoo.MORE} - {"lstm"}))

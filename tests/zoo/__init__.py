@@ -58,6 +58,7 @@ MORE: dict[str, Callable[[int, float], Case]] = {
     "qwen2": more.qwen2,
     "qwen2_moe": more.qwen2_moe,
     "qwen3_moe": more.qwen3_moe,
+    "mixtral_grouped": more.mixtral_grouped,
     "phi": more.phi,
     "phi3": more.phi3,
     "gemma": more.gemma,

@@ -92,6 +92,11 @@ def qwen2(layers: int, dropout: float) -> Case:
     return _causal("Qwen2", **llama_like(layers, dropout))
 
 
+def mixtral_grouped(layers: int, dropout: float) -> Case:
+    """The default implementation of experts: rows sorted by expert."""
+    return _causal("Mixtral", **llama_like(layers, dropout, num_local_experts=4))
+
+
 def qwen2_moe(layers: int, dropout: float) -> Case:
     shared = {"shared_expert_intermediate_size": WIDTH}
     return _causal("Qwen2Moe", **_experts(layers, dropout, **shared))
