@@ -17,6 +17,7 @@ from graphpar.errors import CheckpointError, GraphparError, InputError, MeshErro
 from graphpar.interpret import autocast_off
 from graphpar.mesh import default_device, process_count
 from graphpar.ops.agree import check_agreement, meet
+from graphpar.ops.kernels import name_on_rank
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
@@ -29,7 +30,14 @@ from graphpar.runtime import (
     select,
     write_buffers,
 )
-from graphpar.state import distribute, full_state, in_pieces, moved, packed_types
+from graphpar.state import (
+    distribute,
+    full_state,
+    in_pieces,
+    moved,
+    packed_types,
+    unsharded,
+)
 from graphpar.trace import Tracer, bind, call_key, flatten, unflatten
 from graphpar.trace.fold import draws
 from graphpar.trace.skeleton import all_on_meta, hollow_on, on_meta, skeleton
@@ -112,7 +120,7 @@ class ParallelModule(Container):
         program = list(stages.values())[-1]
         if self._mesh is not None and self._tp > 1:
             check_agreement(program_hash(program), self._group, "program", _summary(program))
-        variant = Variant(stages, compile_program(program, self._group))
+        variant = Variant(stages, compile_program(program, self._own_group))
         if self._first is None:
             self._first = variant
             self._adopt(program)
@@ -154,6 +162,10 @@ class ParallelModule(Container):
     @property
     def _group(self) -> str:
         return "tp" if self._mesh is None else self._mesh.get_group().group_name
+
+    @property
+    def _own_group(self) -> str:
+        return name_on_rank(self._group, 0 if self._mesh is None else self._mesh.get_local_rank())
 
     # --- running ---
 
@@ -280,7 +292,10 @@ class ParallelModule(Container):
         if self._mesh is not None:
             meet(self._group, "full_state_dict")
         states = list(self._known().program.state.values())
-        return full_state(self.state_dict(), states, self._mesh)
+        names = list(self.state_dict())
+        with unsharded(self):
+            values = dict(_named_state(self))
+            return full_state({name: values[name] for name in names}, states, self._mesh)
 
     # --- until traced ---
 

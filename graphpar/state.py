@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Replicate as ReplicatePlacement
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -15,7 +17,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from graphpar.ops.kernels import intervals
-from graphpar.program import State
+from graphpar.program import MESH_DIM, State
 from graphpar.types import Shard, Type, cut, join
 
 
@@ -42,14 +44,28 @@ def local_intervals(kind: Shard, rank: int, ranks: int) -> list[tuple[int, int]]
     return intervals(kind.blocks, rank, ranks)
 
 
+def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The tensor-parallel dimension of a mesh, which FSDP may have joined with others."""
+    return mesh[MESH_DIM] if mesh.ndim > 1 else mesh
+
+
 def in_pieces(value: DTensor, kind: Shard) -> DTensor:
-    """A DTensor over the same memory that tells DCP which pieces of the whole it holds."""
+    """A DTensor over the same memory that tells DCP which pieces of the whole it holds.
+
+    FSDP may hold some rows of a rank's part only.
+    """
     local = value.to_local().detach()
-    mesh = value.device_mesh
+    mesh = tensor_mesh(value.device_mesh)
     held = local_intervals(kind, mesh.get_local_rank(), mesh.size())
+    first = _first_row(value, kind, mesh.size())
+    offsets = [0] * local.dim()
+    if kind.dim == 0:
+        held = _within(held, first, local.shape[0])
+    else:
+        offsets[0] = first
     shards = list(local.split([size for _, size in held], kind.dim))
-    offsets = [tuple(start * (d == kind.dim) for d in range(local.dim())) for start, _ in held]
-    wrapper = LocalShardsWrapper(shards, offsets)
+    places = [(*offsets[: kind.dim], start, *offsets[kind.dim + 1 :]) for start, _ in held]
+    wrapper = LocalShardsWrapper(shards, places)
     made = DTensor.from_local(
         local,
         value.device_mesh,
@@ -61,6 +77,28 @@ def in_pieces(value: DTensor, kind: Shard) -> DTensor:
     for protocol in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
         setattr(made._local_tensor, protocol, getattr(wrapper, protocol))
     return made
+
+
+def _first_row(value: DTensor, kind: Shard, ranks: int) -> int:
+    """Where FSDP's chunk begins among the rows of the rank's tensor-parallel part."""
+    rows = value.shape[0] // ranks if kind.dim == 0 else value.shape[0]
+    mesh = value.device_mesh
+    for index, name in enumerate(mesh.mesh_dim_names or ()):
+        if name != MESH_DIM and not value.placements[index].is_replicate():
+            chunk = -(-rows // mesh.size(index))
+            return min(mesh.get_local_rank(index) * chunk, rows)
+    return 0
+
+
+def _within(held: list[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+    """Of pieces laid end to end, those between ``first`` and ``first + count``."""
+    found, offset = [], 0
+    for start, size in held:
+        low, high = max(offset, first), min(offset + size, first + count)
+        if low < high:
+            found.append((start + low - offset, high - low))
+        offset += size
+    return found
 
 
 def packed_types(states: Iterable[State]) -> dict[str, Shard]:
@@ -115,6 +153,19 @@ def gather(part: Tensor, kind: Type, mesh: DeviceMesh) -> Tensor:
     parts = [torch.empty_like(part) for _ in range(mesh.size())]
     dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
     return join(parts, kind)
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Within, parameters that FSDP has cut are the rank's whole tensor-parallel parts."""
+    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in wrapped:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in wrapped:
+            module.reshard()
 
 
 def full_state(

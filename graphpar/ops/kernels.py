@@ -26,8 +26,22 @@ def rank_and_size(group: str) -> tuple[int, int]:
     return found.rank(), found.size()
 
 
+def name_on_rank(group: str, rank: int) -> str:
+    """The group's name on one rank, which all ops take as the group.
+
+    A compiled graph may have the rank built in. Compilers keep their results on disk by what the
+    graph says, and ranks share the disk: with the rank in the name, they share no result.
+    """
+    return f"{group}@{rank}"
+
+
+def plain_name(group: str) -> str:
+    """The name that torch knows the group by."""
+    return group.partition("@")[0]
+
+
 def process_group(name: str) -> ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return distributed_c10d._resolve_process_group(plain_name(name))  # type: ignore[attr-defined,arg-type]
 
 
 def convert(x: Tensor, group: str) -> Tensor:
@@ -35,13 +49,13 @@ def convert(x: Tensor, group: str) -> Tensor:
 
 
 def all_reduce(x: Tensor, dst: str, group: str) -> Tensor:
-    return _wait(_c10d.all_reduce.default(x, "sum", group))  # type: ignore[no-any-return]
+    return _wait(_c10d.all_reduce.default(x, "sum", plain_name(group)))  # type: ignore[no-any-return]
 
 
 def all_gather(x: Tensor, dim: int, blocks: Sequence[int], dst: str, group: str) -> Tensor:
     _, ranks = rank_and_size(group)
     _check(x.size(dim) * ranks, blocks, ranks)
-    parts = _wait(_c10d.all_gather_into_tensor.default(x.contiguous(), ranks, group))
+    parts = _wait(_c10d.all_gather_into_tensor.default(x.contiguous(), ranks, plain_name(group)))
     return _whole(parts, dim, blocks, ranks)
 
 
@@ -52,10 +66,10 @@ def reduce_scatter(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Te
     parts = _by_rank(x, dim, blocks, ranks)
     if _is_gloo(found, x.device):
         sizes = [parts.size(0) // ranks] * ranks
-        received = _wait(_c10d.all_to_all_single.default(parts, sizes, sizes, group))
+        received = _wait(_c10d.all_to_all_single.default(parts, sizes, sizes, plain_name(group)))
         return received.unflatten(0, (ranks, -1)).sum(0, dtype=x.dtype)  # type: ignore[no-any-return]
     return _wait(  # type: ignore[no-any-return]
-        _c10d.reduce_scatter_tensor.default(parts, "sum", ranks, group)
+        _c10d.reduce_scatter_tensor.default(parts, "sum", ranks, plain_name(group))
     )
 
 
@@ -79,7 +93,7 @@ def all_to_all(
         return _relayout(x, src_dim, tuple(src_blocks), tuple(dst_blocks), rank, ranks, group)
     sent = _by_rank(x, dst_dim, dst_blocks, ranks)
     sizes = [sent.size(0) // ranks] * ranks
-    received = _wait(_c10d.all_to_all_single.default(sent, sizes, sizes, group))
+    received = _wait(_c10d.all_to_all_single.default(sent, sizes, sizes, plain_name(group)))
     return _whole(received, src_dim, src_blocks, ranks)
 
 
@@ -206,11 +220,8 @@ def _relayout(
     received = [_overlaps(target, rank, source, other, ranks) for other in everyone]
     pieces = [x.narrow(dim, offset, size) for piece in sent for offset, size in piece]
     counts_in, counts_out = ([sum(n for _, n in p) for p in side] for side in (sent, received))
-    out = _wait(
-        _c10d.all_to_all_single.default(
-            torch.cat(pieces, dim).movedim(dim, 0).contiguous(), counts_out, counts_in, group
-        )
-    )
+    rows = torch.cat(pieces, dim).movedim(dim, 0).contiguous()
+    out = _wait(_c10d.all_to_all_single.default(rows, counts_out, counts_in, plain_name(group)))
     places = [piece for pieces in received for piece in pieces]
     arrived = out.split([size for _, size in places], 0)
     order = sorted(range(len(places)), key=places.__getitem__)

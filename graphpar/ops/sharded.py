@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graphpar.ops.kernels import intervals, rank_and_size
+from graphpar.ops.kernels import intervals, plain_name, rank_and_size
 from graphpar.types import I, Invariant, R, Replicate
 
 aten = torch.ops.aten
@@ -226,7 +226,9 @@ def on_group(name: str, args: Sequence[Any]) -> Tensor:
 def _reduce(x: Tensor, kind: Reduction, group: str) -> Tensor:
     if kind == "max":
         c10d = torch.ops._c10d_functional
-        found: Tensor = c10d.wait_tensor.default(c10d.all_reduce.default(x, "max", group))
+        found: Tensor = c10d.wait_tensor.default(
+            c10d.all_reduce.default(x, "max", plain_name(group))
+        )
     else:
         found = torch.ops.graphpar.all_reduce.default(x, str(kind)[0], group)
     return found
