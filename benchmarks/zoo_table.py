@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any
 
 from _common import report, table
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from graphpar.errors import GraphparWarning
 from graphpar.ops import is_conversion
@@ -31,17 +31,7 @@ from tests import zoo
 from tests.zoo.precise import float64_inside
 
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
-FLOAT32_ONLY = {"mixtral_grouped"}  # its products have no kernel for float64
 QUIET = ("convert", "shard", "pad")
-
-
-def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    model, kwargs = zoo.build(name)
-    doubles = {
-        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in kwargs.items()
-    }
-    return (model, kwargs) if name in FLOAT32_ONLY else (model.double(), doubles)
 
 
 def sharded_parameters(program: Program) -> float:
@@ -107,7 +97,7 @@ def main() -> None:
     warnings.simplefilter("ignore", GraphparWarning)
     rows = []
     for name in options.names or [*zoo.BUILDERS, *zoo.MORE]:
-        model, kwargs = build(name)
+        model, kwargs = zoo.build_double(name)
         with float64_inside():
             traced = trace(model, (), kwargs)
         for sp in (False, True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpar.errors import InternalError
-from graphpar.program import Program, outputs
+from graphpar.program import Program, last_uses, outputs
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def _run_graph(
     """The root (no path), or the block called at ``path``."""
     graph = program.blocks[program.calls[path]] if path else program.graph
     env: dict[fx.Node, Any] = {}
-    free, last = iter(inputs), _last_uses(graph)
+    free, last = iter(inputs), last_uses(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = next(free)
@@ -71,15 +71,3 @@ def _run_graph(
         for done in last.get(node, ()):
             del env[done]
     return [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, those whose values nobody needs after it."""
-    seen: set[fx.Node] = set()
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for used in (node, *node.all_input_nodes):
-            if used not in seen:
-                seen.add(used)
-                last.setdefault(node, []).append(used)
-    return last

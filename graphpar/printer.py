@@ -15,7 +15,16 @@ import torch
 from torch import fx
 
 from graphpar.axes import format_dim
-from graphpar.program import MESH_DIM, Program, TensorSpec, info, is_getitem, outputs, placeholders
+from graphpar.program import (
+    MESH_DIM,
+    Program,
+    TensorSpec,
+    info,
+    is_getitem,
+    last_uses,
+    outputs,
+    placeholders,
+)
 from graphpar.types import Shard, Type, local_shape
 
 HEADER = """\
@@ -62,7 +71,7 @@ def _function(program: Program, name: str, graph: fx.Graph, execute: bool) -> It
     yield f"def {name or 'forward'}({arguments}):{note}"
     for node in placeholders(graph):
         yield f"    # {node.name}: {_described(program, node)}"
-    last = _last_uses(graph) if execute else {}
+    last = last_uses(graph) if execute else {}
     source = ""
     for node in graph.nodes:
         line = _statement(program, node, execute)
@@ -80,21 +89,6 @@ def _function(program: Program, name: str, graph: fx.Graph, execute: bool) -> It
 def _calls(program: Program, block: str) -> str:
     paths = [path for path, name in program.calls.items() if name == block]
     return paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]}"
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing after it reads."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for value in node.all_input_nodes:
-            if value not in seen and value.op != "get_attr":
-                seen.add(value)
-                if node.op != "output":
-                    found.setdefault(node, []).append(value)
-        if node not in seen and node.op in ("call_function", "call_module"):
-            found.setdefault(node, []).append(node)
-    return found
 
 
 def _statement(program: Program, node: fx.Node, execute: bool) -> str | None:

@@ -258,6 +258,21 @@ def outputs(graph: fx.Graph) -> list[Any]:
     return list(values) if isinstance(values, (tuple, list)) else [values]
 
 
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nothing after it reads."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for value in node.all_input_nodes:
+            if value not in seen and value.op != "get_attr":
+                seen.add(value)
+                if node.op != "output":
+                    found.setdefault(node, []).append(value)
+        if node not in seen and node.op in ("call_function", "call_module"):
+            found.setdefault(node, []).append(node)
+    return found
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 

@@ -66,7 +66,15 @@ def in_pieces(value: DTensor, kind: Shard) -> DTensor:
     shards = list(local.split([size for _, size in held], kind.dim))
     places = [(*offsets[: kind.dim], start, *offsets[kind.dim + 1 :]) for start, _ in held]
     wrapper = LocalShardsWrapper(shards, places)
-    made = DTensor.from_local(
+    made = _with_local(value, local)
+    for protocol in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
+        setattr(made._local_tensor, protocol, getattr(wrapper, protocol))
+    return made
+
+
+def _with_local(value: DTensor, local: Tensor) -> DTensor:
+    """A DTensor laid out like ``value``, of which this rank holds ``local``."""
+    return DTensor.from_local(
         local,
         value.device_mesh,
         value.placements,
@@ -74,9 +82,6 @@ def in_pieces(value: DTensor, kind: Shard) -> DTensor:
         shape=value.shape,
         stride=value.stride(),
     )
-    for protocol in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
-        setattr(made._local_tensor, protocol, getattr(wrapper, protocol))
-    return made
 
 
 def _first_row(value: DTensor, kind: Shard, ranks: int) -> int:
@@ -133,14 +138,7 @@ def moved(value: Tensor, device: torch.device) -> Tensor:
     part = part.detach()
     made = torch.empty_like(part, device=device) if part.is_meta else part.to(device)
     if isinstance(value, DTensor):
-        made = DTensor.from_local(
-            made,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        made = _with_local(value, made)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(made, requires_grad=value.requires_grad)
     return made

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphpar.ops import is_conversion
 from graphpar.pipeline import default_pipeline, run_pipeline
@@ -26,12 +26,7 @@ SHARDED_SHARE = {"lstm": 0.0}
 
 @functools.cache
 def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
-    model, kwargs = zoo.build(name)
-    model = model.double()
-    kwargs = {
-        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in kwargs.items()
-    }
+    model, kwargs = zoo.build_double(name)
     with float64_inside():
         return model, kwargs, trace(model, (), kwargs)
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from graphpar.passes.rules import rule_for
 from graphpar.pipeline import default_pipeline, run_pipeline
@@ -19,19 +19,9 @@ from tests.zoo.precise import float64_inside
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
 
-FLOAT32_ONLY = {"mixtral_grouped"}  # its products have no kernel for float64
-
-
 @functools.lru_cache(maxsize=1)
 def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
-    model, kwargs = zoo.build(name)
-    if name in FLOAT32_ONLY:
-        return model, kwargs, trace(model, (), kwargs)
-    model = model.double()
-    kwargs = {
-        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in kwargs.items()
-    }
+    model, kwargs = zoo.build_double(name)
     with float64_inside():
         return model, kwargs, trace(model, (), kwargs)
 
@@ -42,7 +32,7 @@ def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
 def test_rewritten_model_is_the_original(name: str, tp: int, sp: bool) -> None:
     model, kwargs, program = traced(name)
     stages = run_pipeline(program, default_pipeline(tp=tp, sp=sp, rng="exact"))
-    tolerance = 1e-4 if name in FLOAT32_ONLY else 1e-10
+    tolerance = 1e-4 if name in zoo.FLOAT32_ONLY else 1e-10
     with float64_inside():
         compare(stages["localize"], model, (), kwargs, atol=tolerance, rtol=tolerance)
 

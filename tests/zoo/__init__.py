@@ -20,6 +20,7 @@ from tests.zoo.common import BATCH, INNER, SEQ, VOCAB, WIDTH, Case
 __all__ = [
     "BATCH",
     "BUILDERS",
+    "FLOAT32_ONLY",
     "INNER",
     "MORE",
     "SEQ",
@@ -27,6 +28,7 @@ __all__ = [
     "WIDTH",
     "Case",
     "build",
+    "build_double",
     "loss_of",
 ]
 
@@ -73,12 +75,27 @@ MORE: dict[str, Callable[[int, float], Case]] = {
 }
 """What the rewriting is tested on, besides; the last has 5 heads and 97 tokens."""
 
+FLOAT32_ONLY = {"mixtral_grouped"}
+"""Its grouped products have no kernel for float64."""
+
 
 def build(name: str, *, layers: int = 2, dropout: float = 0.1, seed: int = 0) -> Case:
     """A model in train mode and the keyword arguments of one call."""
     torch.manual_seed(seed)
     module, kwargs = {**BUILDERS, **MORE}[name](layers, dropout)
     return module.train(), kwargs
+
+
+def build_double(name: str) -> Case:
+    """The same in float64, inputs too."""
+    module, kwargs = build(name)
+    if name in FLOAT32_ONLY:
+        return module, kwargs
+    doubles = {
+        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in kwargs.items()
+    }
+    return module.double(), doubles
 
 
 def loss_of(output: Any) -> Tensor:
