@@ -69,8 +69,23 @@ def copied(program: Program, *blocks: str) -> Program:
 def changed(program: Program, place: Place, change: Callable[[fx.Node], object]) -> Program:
     """The program with one node changed."""
     program = copied(program, place[0])
-    change(find(program, place))
+    node = find(program, place)
+    graph = node.graph
+    change(node)
+    for user in graph.nodes:
+        follow(user)
     return program
+
+
+def follow(node: fx.Node) -> None:
+    """Let the node's call on whole tensors have the operands that its own call has now."""
+    whole = info(node).whole_call
+    if whole is None:
+        return
+    mine: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), mine.append)
+    operands = iter(mine)
+    annotate(node, whole_call=fx.node.map_arg(whole, lambda _: next(operands)))
 
 
 def types_of(node: fx.Node) -> tuple[Any, Any]:
