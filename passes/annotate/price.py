@@ -75,10 +75,11 @@ def flops_of(node: fx.Node) -> int:
         return 2 * operands[1].shape[-2] * (operands[0].numel + result.numel)
     if node.target in CONVOLUTIONS:
         return 2 * result.numel * math.prod(operands[1].shape[1:])
-    if "grouped_mm" in str(node.target):  # each row meets one group's matrix
-        return 2 * result.numel * operands[0].shape[-1]
     op = info(node).axes
     assert op is not None
+    # In a grouped product each row meets one group's matrix; of an opaque op no axes are known.
+    if op.opaque or "grouped_mm" in str(node.target):
+        return 2 * result.numel * max(operands[0].shape[-1:], default=1)
     kept = {dim for dims in op.results for dim in dims}
     summed = {dim for dims in op.operands for dim in dims} - kept
     return 2 * result.numel * math.prod(f.size for dim in summed for f in dim)

@@ -13,21 +13,22 @@ def linear(call: Call) -> OpRule:
 
 
 def addmm(call: Call) -> OpRule | None:
-    if call["beta"] != 1 or call["alpha"] != 1 or not call["self"].shape:
+    """``beta`` and ``alpha`` scale what is added and the product, on shards as on the whole."""
+    if not call["self"].shape:
         return None
     bias = "+m n" if len(call["self"].shape) == 2 else "+n"
     return einsum(call, f"{bias}, m k, k n -> m n", [call["self"], call["mat1"], call["mat2"]])
 
 
 def baddbmm(call: Call) -> OpRule | None:
-    if call["beta"] != 1 or call["alpha"] != 1 or len(call["self"].shape) != 3:
+    if len(call["self"].shape) != 3:
         return None
     tensors = [call["self"], call["batch1"], call["batch2"]]
     return einsum(call, "+b m n, b m k, b k n -> b m n", tensors)
 
 
 def addmv(call: Call) -> OpRule | None:
-    if call["beta"] != 1 or call["alpha"] != 1 or len(call["self"].shape) != 1:
+    if len(call["self"].shape) != 1:
         return None
     return einsum(call, "+m, m k, k -> m", [call["self"], call["mat"], call["vec"]])
 

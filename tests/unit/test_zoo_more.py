@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
 from torch import nn
 
+from graphpar.ops import is_conversion
 from graphpar.passes.rules import rule_for
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.program import Program, is_getitem
@@ -42,3 +44,27 @@ def test_every_op_has_a_rule(name: str) -> None:
     _, _, program = traced(name)
     calls = [n for n in program.graph.nodes if n.op == "call_function" and not is_getitem(n)]
     assert {str(n.target) for n in calls if rule_for(n.target) is None} == set()
+
+
+DENSE_DECODERS = ["opt", "bloom", "mistral", "qwen2", "gemma", "phi", "gptj", "gpt_neox"]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("name", DENSE_DECODERS)
+def test_dense_decoders_have_the_papers_collectives(name: str, sp: bool) -> None:
+    """Korthikanti et al. 2022, figures 4 and 5; parallel branches share their gather."""
+    _, _, program = traced(name)
+    last = list(run_pipeline(program, default_pipeline(tp=2, sp=sp, rng="exact")).values())[-1]
+    (block,) = last.blocks.values()
+    found = Counter(
+        str(n.target._schema.name).split("::")[1]
+        for n in block.nodes
+        if is_conversion(n.target) and n.args[0].op != "get_attr"
+    )
+    if sp:
+        assert found["reduce_scatter"] == 2
+        assert 1 <= found["all_gather"] <= 2
+        assert set(found) <= {"reduce_scatter", "all_gather", "shard"}  # a constant is cut
+    else:
+        assert found["all_reduce"] == 2
+        assert set(found) <= {"all_reduce", "convert"}
