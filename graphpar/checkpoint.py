@@ -30,17 +30,16 @@ from graphpar.errors import CheckpointError
 from graphpar.parallel_module import ParallelModule
 from graphpar.state import in_pieces, packed_types
 
-_PARTIAL, _PREVIOUS = ".partial", ".previous"
-
 
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Write the model's state, and the optimizer's, to the folder ``path``; all ranks call it.
 
-    The folder appears, or takes the place of an older one, when all is written: a save that is
-    killed leaves the older one as it was.
+    The folder appears, or takes the place of an older one, when all is written. After a save that
+    was killed the older one is there, under its name or, between two renames, with ``.previous``
+    behind it, where :func:`load_checkpoint` looks too.
     """
     path = Path(path)
-    partial = path.with_name(path.name + _PARTIAL)
+    partial = path.with_name(path.name + ".partial")
     if _first():
         shutil.rmtree(partial, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,9 +48,9 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
         save(_state(model, optimizer), checkpoint_id=partial)
     _barrier()
     if _first():
-        previous = path.with_name(path.name + _PREVIOUS)
-        shutil.rmtree(previous, ignore_errors=True)
+        previous = _previous(path)
         if path.exists():
+            shutil.rmtree(previous, ignore_errors=True)
             path.rename(previous)
         partial.rename(path)
         shutil.rmtree(previous, ignore_errors=True)
@@ -66,11 +65,14 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
             is cut short; the message names it. Nothing has been changed then.
     """
     path = Path(path)
+    if not path.exists() and _previous(path).exists():
+        path = _previous(path)
+    _check(path, {"model": model.state_dict()})
     if isinstance(model, ParallelModule):
-        _check(path, {"model": model.state_dict()})
         model.allocate()
     state = _state(model, optimizer)
-    _check(path, state)
+    if optimizer is not None:
+        _check(path, {"optimizer": state["optimizer"]})
     with _one_process_is_fine():
         load(state, checkpoint_id=path)
     if optimizer is not None:
@@ -80,11 +82,9 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
 
 def _load_plain(model: nn.Module, values: Mapping[str, Any]) -> None:
     """What DCP does not read in place: extra state."""
-    own = model.state_dict()
-    for name, value in values.items():
-        if isinstance(value, Tensor) and isinstance(own[name], Tensor):
-            continue
-        model.load_state_dict({name: value}, strict=False)
+    plain = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    if plain:
+        model.load_state_dict(plain, strict=False)
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -150,6 +150,10 @@ def _one_process_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".previous")
 
 
 def _first() -> bool:

@@ -86,7 +86,8 @@ def call_as_op(cls: type, apply: Apply, args: Sequence[Any], kwargs: Mapping[str
         args = _by_position(cls, args, kwargs)
     tensors = [x for x in args if isinstance(x, Tensor)]
     others = tuple(None if isinstance(x, Tensor) else (type(x), _key(x)) for x in args)
-    key = (cls, others, tuple((x.dtype, x.dim(), x.requires_grad) for x in tensors))
+    alike = len({tuple(_hints(x.shape)) for x in tensors}) == 1
+    key = (cls, others, alike, tuple((x.dtype, x.dim(), x.requires_grad) for x in tensors))
     if key not in _OPS:
         _OPS[key] = _make(cls, apply, args), args  # the arguments live on: ids are keys
     made = _OPS[key][0]
@@ -127,7 +128,12 @@ def _make(cls: type, apply: Apply, args: Sequence[Any]) -> _Op:
     if not places:
         raise FunctionRefused("it returns no tensor")
     shapes = {x.shape for x in [*tensors, *(r for r in results if isinstance(r, Tensor))]}
-    tags = (torch.Tag.pointwise,) if len(shapes) == 1 and _is_pointwise(graph, *shapes) else ()
+    pointwise = len(shapes) == 1 and _is_pointwise(graph, *shapes)
+    # A number that it computes from a size would be another one on a shard.
+    if pointwise and _text(graph) == _text_of_larger(cls, apply, args):
+        tags: tuple[torch.Tag, ...] = (torch.Tag.pointwise,)
+    else:
+        tags = ()
     name = f"{re.sub(r'[^A-Za-z0-9]+', '_', cls.__qualname__).strip('_')}_{len(_OPS)}"
     inputs = ", ".join(f"Tensor x{i}" for i in range(len(tensors)))
     outputs = ", ".join(["Tensor"] * len(places))
@@ -146,11 +152,11 @@ def _make(cls: type, apply: Apply, args: Sequence[Any]) -> _Op:
 
 
 def _look(
-    cls: type, apply: Apply, args: Sequence[Any]
+    cls: type, apply: Apply, args: Sequence[Any], times: int = 1
 ) -> tuple[fx.Graph, list[Tensor], list[Any], bool]:
     """The ops of forward and backward on fake tensors; what went in and came out."""
     with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
-        tensors = [_like(x) for x in args if isinstance(x, Tensor)]
+        tensors = [_like(x, times) for x in args if isinstance(x, Tensor)]
         try:
             found = apply(cls, *_fill(args, tensors))
             results = list(found) if isinstance(found, tuple) else [found]
@@ -179,12 +185,29 @@ def _look(
     return graph, tensors, results, not isinstance(found, tuple)
 
 
-def _like(x: Tensor) -> Tensor:
-    def hints(sizes: Sequence[Any]) -> list[int]:
-        return [s if isinstance(s, int) else s.node.hint for s in sizes]
-
-    made = torch.empty_strided(hints(x.shape), hints(x.stride()), dtype=x.dtype, device=x.device)
+def _like(x: Tensor, times: int = 1) -> Tensor:
+    """A fake tensor like ``x``, or a contiguous one with each dimension ``times`` as long."""
+    sizes = [size * times for size in _hints(x.shape)]
+    strides = _hints(x.stride()) if times == 1 else torch.empty(sizes, device="meta").stride()
+    made = torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
     return made.requires_grad_(x.requires_grad).clone()  # no leaf: it could be written to
+
+
+def _hints(sizes: Sequence[Any]) -> list[int]:
+    """The numbers that symbolic sizes stand for at present."""
+    return [s if isinstance(s, int) else s.node.hint for s in sizes]
+
+
+def _text(graph: fx.Graph) -> str:
+    """The ops and their arguments, numbers included."""
+    return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
+
+
+def _text_of_larger(cls: type, apply: Apply, args: Sequence[Any]) -> str | None:
+    try:
+        return _text(_look(cls, apply, args, times=2)[0])
+    except FunctionRefused:
+        return None
 
 
 _PASSING = {"detach", "alias", "clone", "ones_like", "zeros_like", "empty_like", "full_like"}

@@ -155,5 +155,31 @@ def test_a_save_that_was_killed_leaves_the_older_one(tmp_path: Path) -> None:
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["c", "c.partial", "new"]
 
 
+class Counting(nn.Module):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(2, 2), 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def test_between_two_renames_and_extra_state(tmp_path: Path) -> None:
+    model, other = Counting(), Counting()
+    model.steps = 7
+    graphpar.save_checkpoint(tmp_path / "c", model)
+    (tmp_path / "c").rename(tmp_path / "c.previous")
+    graphpar.load_checkpoint(tmp_path / "c", other)
+    assert other.steps == 7
+    assert torch.equal(other.layer.weight, model.layer.weight)
+    graphpar.save_checkpoint(tmp_path / "c", model)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
 def _killed(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt("killed")

@@ -55,6 +55,18 @@ class RowNorm(torch.autograd.Function):
         return grads[0] * 2
 
 
+class Averaged(torch.autograd.Function):
+    """Elementwise, but for a number that it takes from the size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / x.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / grads[0].shape[-1]
+
+
 class Writes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -140,11 +152,13 @@ def test_a_pointwise_function_runs_on_shards(fn: Any, sp: bool) -> None:
     assert str(result.program.state["down.weight"].type).startswith("Shard")
 
 
-def test_another_function_is_gathered_with_a_warning() -> None:
+@pytest.mark.parametrize("function", [RowNorm, Averaged])
+def test_another_function_is_gathered_with_a_warning(function: Any) -> None:
     torch.manual_seed(0)
-    model = Model(RowNorm.apply).double()
+    model = Model(function.apply).double()
     x = torch.randn(2, 4, 8, dtype=torch.float64)
-    with pytest.warns(GraphparWarning, match=r"RowNorm_\d+\.default has no partitioning rule"):
+    says = rf"{function.__name__}_\d+\.default has no partitioning rule"
+    with pytest.warns(GraphparWarning, match=says):
         assert_equivalent(model, (x,), tp=2, atol=1e-12, rtol=1e-12)
 
 
