@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.property import cases_elements as elements
+from tests.property import cases_lookups as lookups
 from tests.property import cases_products as products
 from tests.property import cases_shapes as shapes
 from tests.property import cases_spatial as spatial
@@ -86,13 +87,13 @@ CASES: Mapping[Target, Maker | tuple[Maker, ...]] = {
     aten.cummin.default: elements.order_statistic(aten.cummin.default),
     aten.logcumsumexp.default: elements.along(aten.logcumsumexp.default),
     aten.roll.default: elements.roll,
-    aten.index_copy.default: elements.index_copy,
-    aten.index_fill.int_Scalar: elements.index_fill,
-    aten.index_put.default: elements.index_put,
-    aten.scatter_reduce.two: elements.scatter_reduce,
-    aten.bucketize.Tensor: elements.bucketize,
-    aten.searchsorted.Tensor: elements.searchsorted,
-    aten.isin.Tensor_Tensor: elements.isin,
+    aten.index_copy.default: lookups.index_copy,
+    aten.index_fill.int_Scalar: lookups.index_fill,
+    aten.index_put.default: lookups.index_put,
+    aten.scatter_reduce.two: lookups.scatter_reduce,
+    aten.bucketize.Tensor: lookups.bucketize,
+    aten.searchsorted.Tensor: lookups.searchsorted,
+    aten.isin.Tensor_Tensor: lookups.isin,
     aten.histc.default: creation(aten.histc.default, 4, new=True),
     aten.eye.default: creation(aten.eye.default, 4),
     aten.eye.m: creation(aten.eye.m, 4, 6),
@@ -194,17 +195,17 @@ CASES: Mapping[Target, Maker | tuple[Maker, ...]] = {
     aten.diff.default: elements.diff,
     aten.pad.default: (elements.pad, elements.pad_mode),
     aten.constant_pad_nd.default: elements.constant_pad,
-    aten.embedding.default: elements.embedding,
-    aten.gather.default: elements.gather,
-    aten.index_select.default: elements.index_select,
-    aten.index.Tensor: elements.index,
-    aten.scatter.src: elements.scatter(aten.scatter.src),
-    aten.scatter.value: elements.scatter(aten.scatter.value),
-    aten.scatter_add.default: elements.scatter(aten.scatter_add.default),
-    aten.index_add.default: elements.index_add,
-    aten.slice_scatter.default: elements.slice_scatter,
-    aten.select_scatter.default: elements.select_scatter,
-    aten.one_hot.default: elements.one_hot,
+    aten.embedding.default: lookups.embedding,
+    aten.gather.default: lookups.gather,
+    aten.index_select.default: lookups.index_select,
+    aten.index.Tensor: lookups.index,
+    aten.scatter.src: lookups.scatter(aten.scatter.src),
+    aten.scatter.value: lookups.scatter(aten.scatter.value),
+    aten.scatter_add.default: lookups.scatter(aten.scatter_add.default),
+    aten.index_add.default: lookups.index_add,
+    aten.slice_scatter.default: lookups.slice_scatter,
+    aten.select_scatter.default: lookups.select_scatter,
+    aten.one_hot.default: lookups.one_hot,
     # creation
     aten.arange.default: creation(aten.arange.default, 4),
     aten.arange.start: creation(aten.arange.start, 2, 8),

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from graphpar.ops import is_conversion
 from graphpar.program import (
@@ -16,13 +15,9 @@ from graphpar.program import (
     copy_program,
     derive,
     info,
-    is_getitem,
-    output_node,
-    outputs,
     placeholders,
     tensor_spec,
 )
-from graphpar.provenance import UNKNOWN
 from graphpar.types import I, P, R, Shard
 from graphpar.verify import Check
 from graphpar.verify.shapes import check_local_shapes, check_shapes
@@ -41,6 +36,25 @@ from graphpar.verify.types import (
     check_types,
 )
 from tests.unit import mutations
+from tests.unit.broken_structure import (
+    a_block_of_other_inputs,
+    a_block_without_arguments,
+    a_buffer_of_another_shape,
+    a_call_in_a_block,
+    a_frozen_parameter_that_is_not,
+    an_input_too_many,
+    an_item_of_another_shape,
+    an_unknown_buffer,
+    another_constant,
+    item,
+    no_origin,
+    no_source,
+    no_such_block,
+    no_such_state,
+    state_of_another_shape,
+    too_few_outputs,
+    uses_before_definition,
+)
 from tests.unit.sound_program import (
     CONVERT,
     first,
@@ -52,109 +66,6 @@ from tests.unit.sound_program import (
 aten = torch.ops.aten
 SEEDED = torch.ops.graphpar.seeded_dropout.default
 CALL_SEED = torch.ops.graphpar.call_seed.default
-
-
-def uses_before_definition(program: Program) -> Program:
-    node = of(program, aten.relu.default)
-    node.prepend(next(iter(node.users)))
-    return program
-
-
-def too_few_outputs(program: Program) -> Program:
-    end = output_node(program.graph)
-    end.args = (outputs(program.graph)[:-1],)
-    return program
-
-
-def an_unknown_buffer(program: Program) -> Program:
-    return replace(program, mutations=("nothing", *program.mutations[1:]))
-
-
-def a_buffer_of_another_shape(program: Program) -> Program:
-    end = output_node(program.graph)
-    values = outputs(program.graph)
-    end.args = ([*values[:-2], values[0], values[-1]],)
-    return program
-
-
-def an_input_too_many(program: Program) -> Program:
-    return replace(program, placeholders=(0, 1))
-
-
-def no_source(program: Program) -> Program:
-    annotate(of(program, aten.relu.default), source=UNKNOWN)
-    return program
-
-
-def no_origin(program: Program) -> Program:
-    annotate(of(program, aten.relu.default), origin="")
-    return program
-
-
-def state_of_another_shape(program: Program) -> Program:
-    state = program.state["head.bias"]
-    spec = replace(state.spec, shape=(32,))
-    return replace(program, state={**program.state, "head.bias": replace(state, spec=spec)})
-
-
-def a_frozen_parameter_that_is_not(program: Program) -> Program:
-    state = program.state["head.bias"]
-    spec = replace(state.spec, differentiable=False)
-    return replace(program, state={**program.state, "head.bias": replace(state, spec=spec)})
-
-
-def no_such_state(program: Program) -> Program:
-    first(program, lambda n: n.target == "head.bias").target = "head.nothing"
-    return program
-
-
-def another_constant(program: Program) -> Program:
-    name = next(iter(program.constants))
-    return replace(program, constants={name: program.constants[name][:4]})
-
-
-def no_such_block(program: Program) -> Program:
-    return replace(program, calls=dict.fromkeys(program.calls, "nothing"))
-
-
-def a_block_of_other_inputs(program: Program) -> Program:
-    (entry, *_) = placeholders(program.blocks["layers"])
-    spec = tensor_spec(entry)
-    annotate(entry, spec=replace(spec, shape=(2, 8, 8)))
-    return program
-
-
-def a_block_without_arguments(program: Program) -> Program:
-    first(program, lambda n: n.op == "call_module").args = ()
-    return program
-
-
-def a_call_in_a_block(program: Program) -> Program:
-    call = first(program, lambda n: n.op == "call_module")
-    graph = program.blocks["layers"]
-    with graph.inserting_before(output_node(graph)):
-        inner = graph.create_node("call_module", call.target, (placeholders(graph)[0],))
-    inner.meta = dict(call.meta)
-    return program
-
-
-def is_part(node: fx.Node) -> bool:
-    return is_getitem(node) and node.all_input_nodes[0].target is aten.split.Tensor
-
-
-def item(index: int) -> Callable[[Program], Program]:
-    def change(program: Program) -> Program:
-        node = first(program, is_part)
-        node.args = (node.args[0], index)
-        return program
-
-    return change
-
-
-def an_item_of_another_shape(program: Program) -> Program:
-    node = first(program, is_part)
-    annotate(node, spec=replace(tensor_spec(node), shape=(2, 4, 2, 8)))
-    return program
 
 
 def with_op(target: Any, *rest: Any) -> Callable[[Program], Program]:

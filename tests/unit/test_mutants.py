@@ -24,7 +24,7 @@ from graphpar.trace import bind, trace
 from graphpar.types import I, R, Shard, Type
 from graphpar.verify import verify
 from tests import zoo
-from tests.unit import mutations
+from tests.unit import mutants, mutations
 from tests.unit.mutations import Mutant
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.errors.GraphparWarning")
@@ -87,12 +87,12 @@ def score(model: str, sp: bool) -> tuple[Counter[str], Counter[str]]:
     made: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for mutant in chain(
-        mutations.mutants_of_conversions(program),
-        mutations.mutants_of_state(program),
-        mutations.mutants_of_inputs(program),
-        mutations.mutants_of_arguments(program),
-        mutations.mutants_of_biases(program),
-        mutations.mutants_of_forms(program),
+        mutants.mutants_of_conversions(program),
+        mutants.mutants_of_state(program),
+        mutants.mutants_of_inputs(program),
+        mutants.mutants_of_arguments(program),
+        mutants.mutants_of_biases(program),
+        mutants.mutants_of_forms(program),
     ):
         made[mutant.kind] += 1
         try:

@@ -21,7 +21,7 @@ from graphpar.simulate import run_ranks
 from graphpar.testing import assert_equivalent, compare, rewrite
 from graphpar.types import I, Shard, local_shape
 from graphpar.verify import verify
-from tests.unit import mutations
+from tests.unit import mutants
 from tests.unit.case_models import PreNorm, Traffic
 
 aten, forms = torch.ops.aten, torch.ops.graphpar
@@ -335,9 +335,9 @@ def test_the_loss_adds_no_collective_to_backward() -> None:
 @pytest.mark.parametrize("apart", ["", "nll", "gather"])
 def test_the_verifier_refuses_other_forms(apart: str) -> None:
     program = rewrite(Loss(16, True, apart), labelled(6), tp=2, cost=NO_LATENCY)
-    mutants = [*mutations.mutants_of_forms(program), *mutations.mutants_of_arguments(program)]
-    kinds = {mutant.kind for mutant in mutants}
+    made = [*mutants.mutants_of_forms(program), *mutants.mutants_of_arguments(program)]
+    kinds = {mutant.kind for mutant in made}
     assert kinds >= {"no reduction", "other blocks", "other axis", "other group", "declared"}
-    for mutant in mutants:
+    for mutant in made:
         with pytest.raises(InternalError):
             verify(mutant.program)
