@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from graphpar.errors import CheckpointError
 from graphpar.parallel_module import ParallelModule
@@ -37,6 +38,8 @@ def load_safetensors(
         CheckpointError: a file is missing or damaged, a tensor is missing or has another shape; the
             message names it. Shapes are compared before anything is read.
     """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise CheckpointError("load the weights before fully_shard cuts them again")
     files = _files(Path(path))
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     fleeting = {name for s in model.program.state.values() if not s.persistent for name in s.names}

@@ -62,7 +62,7 @@ def parts(
             for context in (torch.no_grad(), *contexts):
                 stack.enter_context(context)
             traced = make_fx(call, tracing_mode="real")(*(n.meta["val"] for n in operands))
-    except Exception:
+    except Exception:  # its shapes depend on values, or it refuses fake tensors: it stays whole
         return None
     seen = all("val" in n.meta for n in traced.graph.nodes if n.op == "call_function")
     return (traced.graph, operands) if seen else None

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphpar
+from graphpar.errors import CheckpointError
 from tests import zoo
 from tests.distributed.harness import run_processes
 from tests.zoo.precise import float64_inside
@@ -111,6 +112,8 @@ def _fully_sharded(name: str, mesh: DeviceMesh, folder: Path) -> None:
     assert all(torch.equal(value, saved[key]) for key, value in other.full_state_dict().items())
     alone, _ = build(name)
     graphpar.load_checkpoint(folder, graphpar.transform(alone, (), own, tp=2, mesh=mesh))
+    with pytest.raises(CheckpointError, match="before fully_shard"):
+        graphpar.load_safetensors(other, folder)
     zoo.loss_of(other(**own)).backward()
     optimizer.step()
 
