@@ -104,24 +104,24 @@ def _factor_blocks(factor: Factor, cuts: Mapping[Axis, Blocks]) -> Blocks | None
     return joined
 
 
-def match_blocks(dim: Dim, blocks: Blocks, ranks: int) -> dict[Axis, Blocks] | None:
-    """How the axes of ``dim`` are cut if the dimension has these blocks: the inverse of
-    :func:`blocks_under`; ``None`` if no cut of its axes gives them."""
+def match_blocks(dim: Dim, blocks: Blocks, units: int) -> dict[Axis, Blocks] | None:
+    """How the axes of ``dim`` are cut if the dimension has these blocks, each of ``units`` equal
+    units: the inverse of :func:`blocks_under`; ``None`` if no cut of its axes gives them."""
     if not dim:
         return None
     head, rest = dim[0], dim[1:]
     if not rest:
-        return {head: blocks} if isinstance(head, Axis) else _match_parts(head, blocks, ranks)
+        return {head: blocks} if isinstance(head, Axis) else _match_parts(head, blocks, units)
     inner = math.prod(f.size for f in rest)
-    if all(size % (inner * ranks) == 0 for size in blocks):
-        return match_blocks((head,), tuple(size // inner for size in blocks), ranks)
+    if all(size % (inner * units) == 0 for size in blocks):
+        return match_blocks((head,), tuple(size // inner for size in blocks), units)
     period = blocks[: len(blocks) // head.size]
     if period * head.size == blocks and sum(period) == inner:
-        return match_blocks(rest, period, ranks)
+        return match_blocks(rest, period, units)
     return None
 
 
-def _match_parts(factor: Concat, blocks: Blocks, ranks: int) -> dict[Axis, Blocks] | None:
+def _match_parts(factor: Concat, blocks: Blocks, units: int) -> dict[Axis, Blocks] | None:
     whole = {factor.axis: blocks}
     cuts: dict[Axis, Blocks] = {}
     start = 0
@@ -131,7 +131,7 @@ def _match_parts(factor: Concat, blocks: Blocks, ranks: int) -> dict[Axis, Block
             end += 1
         if sum(blocks[start:end]) != size:
             return whole
-        found = match_blocks(part, blocks[start:end], ranks)
+        found = match_blocks(part, blocks[start:end], units)
         if found is None or any(cuts.get(a, b) != b for a, b in found.items()):
             return whole
         cuts |= found
@@ -149,6 +149,7 @@ class OpAxes:
     reduces by itself, and results without it are Invariant. Each set in ``partial`` names
     operands through which the op is linear: if all of them are Partial and the others Replicate,
     so are the results Partial. ``average``: the contraction divides by the number of elements.
+    Each rank's part of a cut dimension has a ``multiple`` of so many elements.
     ``opaque``: no rule is known, everything stays whole.
     """
 
@@ -159,6 +160,7 @@ class OpAxes:
     reduced: frozenset[Axis] = frozenset()
     partial: tuple[frozenset[int], ...] = ()
     average: bool = False
+    multiple: int = 1
     opaque: bool = False
 
 

@@ -76,7 +76,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer | N
     with _one_process_is_fine():
         load(state, checkpoint_id=path)
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        _set_optimizer(model, optimizer, state["optimizer"])
     _load_plain(model, state["model"])
 
 
@@ -90,21 +90,33 @@ def _load_plain(model: nn.Module, values: Mapping[str, Any]) -> None:
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = optimizer_state(model, optimizer)
+        own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+        state["optimizer"] = own | {"state": _in_pieces(model, own["state"])}
     return state
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by parameter names, in a form that DCP saves and loads."""
-    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+def _in_pieces(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by parameter names in a form that DCP saves and loads; the memory is
+    shared."""
+    found = {name: dict(values) for name, values in state.items()}
     if isinstance(model, ParallelModule):
-        packed = packed_types(model.program.state.values())
-        for name, kind in packed.items():
-            values = found["state"].get(name, {})
-            for key, value in values.items():
+        for name, kind in packed_types(model.program.state.values()).items():
+            for key, value in found.get(name, {}).items():
                 if isinstance(value, DTensor) and value.dim():
-                    values[key] = in_pieces(value, kind)
+                    found[name][key] = in_pieces(value, kind)
     return found
+
+
+def _set_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """What was read: into the optimizer's own tensors where it was read in pieces."""
+    own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    own = own["state"]
+    if isinstance(model, ParallelModule):
+        for name in packed_types(model.program.state.values()):
+            for key, value in state["state"].get(name, {}).items():
+                if isinstance(value, DTensor) and value.dim():
+                    state["state"][name][key] = own[name][key]
+    set_optimizer_state_dict(model, optimizer, state)
 
 
 def _check(path: Path, state: Mapping[str, Any]) -> None:

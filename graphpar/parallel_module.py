@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,20 @@ from graphpar.runtime import (
 )
 from graphpar.state import (
     distribute,
+    from_pieces,
     full_state,
     in_pieces,
+    is_native,
     moved,
     packed_types,
+    unpadded,
     unsharded,
+    with_full_tensor,
 )
 from graphpar.trace import Tracer, bind, call_key, flatten, unflatten
 from graphpar.trace.fold import draws
 from graphpar.trace.skeleton import all_on_meta, hollow_on, on_meta, skeleton
-from graphpar.types import Type
+from graphpar.types import I, Shard, Type
 
 PipelineOf = Callable[[Mapping[str, Type] | None], Pipeline]
 """The pipeline, given the types that parameters already have (at the first call: none)."""
@@ -120,7 +125,8 @@ class ParallelModule(Container):
         program = list(stages.values())[-1]
         if self._mesh is not None and self._tp > 1:
             check_agreement(program_hash(program), self._group, "program", _summary(program))
-        variant = Variant(stages, compile_program(program, self._own_group))
+        rank, _ = self.place_in_mesh()
+        variant = Variant(stages, compile_program(program, self._own_group, rank))
         if self._first is None:
             self._first = variant
             self._adopt(program)
@@ -143,6 +149,7 @@ class ParallelModule(Container):
             if id(value) not in memo:
                 memo[id(value)] = self._own(value, kinds[name].type, id(value) in buffers)
             place(self, name, memo[id(value)], persistent=name in persistent)
+        self._show_whole()
         self._originals[0] = skeleton(model)
         if not on_meta(self._source):
             self._sources[0] = self._originals[0]
@@ -158,6 +165,16 @@ class ParallelModule(Container):
         else:
             local = value.detach().clone()
         return nn.Parameter(local, requires_grad=value.requires_grad)
+
+    def _show_whole(self) -> None:
+        """Let ``full_tensor`` of parameters and gradients that DTensor has no placement for give
+        the original's."""
+        for name, kind in packed_types(self.program.state.values()).items():
+            parameter: Any = self.get_parameter(name)
+            if isinstance(parameter, DTensor) and not is_native(kind):
+                with_full_tensor(parameter, kind)
+                hook = partial(_show_whole_gradient, kind)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def _group(self) -> str:
@@ -236,13 +253,19 @@ class ParallelModule(Container):
             if id(value) not in memo:
                 memo[id(value)] = moved(value, where)
             place(self, name, memo[id(value)], persistent=name in persistent)
+        self._show_whole()
         self._sources[0] = self._originals[0] = hollow_on(self._originals[0], where)
         self._variants.clear()
         self._tracer = Tracer()
 
     def local_tensors(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter and buffer, by all names; the memory is shared."""
-        return {name: local(value).detach() for name, value in _named_state(self)}
+        kinds = packed_types(self._known().program.state.values())
+        place = self.place_in_mesh()
+        return {
+            name: unpadded(local(value).detach(), kinds.get(name, I), *place)
+            for name, value in _named_state(self)
+        }
 
     def place_in_mesh(self) -> tuple[int, int]:
         """This rank among the tensor-parallel ranks, and their number."""
@@ -274,7 +297,8 @@ class ParallelModule(Container):
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the passes report: objective, bound and seconds of the partitioner."""
+        """What the passes report. Of the partitioner ("partition"): objective, bound and seconds,
+        axes cut unevenly, products that all ranks do whole, the share of work wasted by these."""
         return self.program.report
 
     def print_readable(self) -> str:
@@ -325,6 +349,11 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
+def _show_whole_gradient(kind: Shard, parameter: Tensor) -> None:
+    if isinstance(parameter.grad, DTensor):
+        with_full_tensor(parameter.grad, kind)
+
+
 def _summary(program: Program) -> str:
     return f"{len(program.state)} state tensors, blocks {', '.join(program.blocks) or 'none'}"
 
@@ -332,16 +361,21 @@ def _summary(program: Program) -> str:
 def _take_whole_tensors(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Let a checkpoint of the unmodified model be loaded: cut whole tensors for DTensors."""
+    """Let a checkpoint of the unmodified model be loaded: cut whole tensors for DTensors. And let
+    what :meth:`ParallelModule.state_dict` gives be."""
     assert isinstance(module, ParallelModule)
-    kinds = {name: s.type for s in module.program.state.values() for name in s.names}
+    known = {name: s for s in module.program.state.values() for name in s.names}
     mine = dict(module.named_parameters(remove_duplicate=False))
     for name, value in list(state_dict.items()):
         own = mine.get(name.removeprefix(prefix))
-        if isinstance(own, DTensor) and not isinstance(value, DTensor):
-            if tuple(value.shape) != tuple(own.shape):
-                raise InputError(f"{name}: shape {list(value.shape)}, not {list(own.shape)}")
-            assert module._mesh is not None
-            state_dict[name] = distribute(
-                value.to(own.device), kinds[name.removeprefix(prefix)], module._mesh
-            )
+        if not isinstance(own, DTensor):
+            continue
+        state = known[name.removeprefix(prefix)]
+        if isinstance(value, DTensor):
+            if not is_native(state.type):
+                state_dict[name] = from_pieces(value, own)
+            continue
+        if tuple(value.shape) != state.spec.shape:
+            raise InputError(f"{name}: shape {list(value.shape)}, not {list(state.spec.shape)}")
+        assert module._mesh is not None
+        state_dict[name] = distribute(value.to(own.device), state.type, module._mesh)

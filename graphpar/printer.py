@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from graphpar.program import (
     info,
     is_getitem,
     last_uses,
+    of_rank,
     outputs,
     placeholders,
 )
-from graphpar.types import Shard, Type, local_shape
+from graphpar.types import I, Shard, Type, local_shape, local_size
 
 HEADER = """\
 import torch
@@ -46,35 +47,36 @@ _SHORT = {
 }
 
 
-def format_python(program: Program, *, execute: bool = False) -> str:
+def format_python(program: Program, *, rank: int | None = None) -> str:
     """The program as a Python module: one function per block, then ``forward(self, …)``.
 
     ``self`` is a module that has the program's state under its names; a block's ``self`` is the
     called submodule. The program's constants and ``tp``, the name of a process group, are globals
-    that the caller gives. ``execute``: the form that runs, which drops values after their last
-    use and calls submodules, so that their hooks run.
+    that the caller gives. ``rank``: the form that runs on that rank, with its sizes, which takes
+    its part of parameters with ``local``, drops values after their last use and calls submodules,
+    so that their hooks run.
     """
     parts = [HEADER]
     constants = [name for name, s in program.state.items() if s.kind == "constant"]
-    if constants and not execute:
+    if constants and rank is None:
         parts.append(
             "\n".join(f"# {n}: {_tensor(program, program.state[n].spec, None)}" for n in constants)
         )
     for name, graph in program.graphs():
-        parts.append("\n".join(_function(program, name, graph, execute)))
+        parts.append("\n".join(_function(program, name, graph, rank)))
     return "\n\n".join(parts) + "\n"
 
 
-def _function(program: Program, name: str, graph: fx.Graph, execute: bool) -> Iterator[str]:
+def _function(program: Program, name: str, graph: fx.Graph, rank: int | None) -> Iterator[str]:
     arguments = ", ".join(["self", *(n.name for n in placeholders(graph))])
     note = f"  # × {program.call_count(name)}: {_calls(program, name)}" if name else ""
     yield f"def {name or 'forward'}({arguments}):{note}"
     for node in placeholders(graph):
         yield f"    # {node.name}: {_described(program, node)}"
-    last = last_uses(graph) if execute else {}
+    last = {} if rank is None else last_uses(graph)
     source = ""
     for node in graph.nodes:
-        line = _statement(program, node, execute)
+        line = _statement(program, node, rank)
         if line is None:
             continue
         if node.op != "output" and str(info(node).source) != source:
@@ -91,9 +93,12 @@ def _calls(program: Program, block: str) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]}"
 
 
-def _statement(program: Program, node: fx.Node, execute: bool) -> str | None:
+def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
     def show(value: Any) -> str:
-        return _expression(value, execute)
+        return _expression(of_rank(value, rank) if rank is not None else value, state)
+
+    def state(node: fx.Node) -> str:
+        return _state(node, rank, program.ranks)
 
     if node.op in ("placeholder", "get_attr"):
         return None
@@ -102,14 +107,17 @@ def _statement(program: Program, node: fx.Node, execute: bool) -> str | None:
     if node.op == "call_module":
         block, module = program.calls[str(node.target)], _attribute("self", str(node.target))
         values = "".join(f", {show(a)}" for a in node.args)
-        if execute:
+        if rank is not None:
             return f"{node.name} = {module}({block}{values})"
         return f"{node.name} = {block}({module}{values})"
     if is_getitem(node):
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
     shown = [show(a) for a in node.args]
-    if is_graphpar(node.target) and node.args[-1] == MESH_DIM:
-        shown[-1] = MESH_DIM
+    if is_graphpar(node.target) and MESH_DIM in node.args:
+        place = node.args.index(MESH_DIM)
+        names = [a.name for a in node.target._schema.arguments[place + 1 :]]  # type: ignore[union-attr]
+        after = [f"{name}={value}" for name, value in zip(names, shown[place + 1 :], strict=False)]
+        shown = [*shown[:place], MESH_DIM, *after]
     shown += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
     return f"{node.name} = {_target(node.target)}({', '.join(shown)})"
 
@@ -124,11 +132,11 @@ def _target(target: Any) -> str:
     return f"{prefix}.{name}.{target._overloadname}"
 
 
-def _expression(value: Any, execute: bool = False) -> str:
+def _expression(value: Any, state: Callable[[fx.Node], str] | None = None) -> str:
     if isinstance(value, fx.Node):
-        return _state(str(value.target), execute) if value.op == "get_attr" else value.name
+        return (state or _attribute_of)(value) if value.op == "get_attr" else value.name
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(_expression(v, execute) for v in value)
+        inner = ", ".join(_expression(v, state) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     return repr(value)
 
@@ -137,13 +145,21 @@ def is_graphpar(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "graphpar"
 
 
-def _state(name: str, execute: bool) -> str:
-    """A parameter or buffer of ``self``; constants are globals. Running code takes the local
-    tensor of a DTensor."""
-    if is_constant(name):
-        return name
-    attribute = _attribute("self", name)
-    return f"local({attribute})" if execute else attribute
+def _state(node: fx.Node, rank: int | None, ranks: int) -> str:
+    """What a ``get_attr`` node reads; running code takes the local tensor of a DTensor, without
+    the padding that uneven parts have."""
+    attribute, kind = _attribute_of(node), info(node).type
+    if rank is None or is_constant(str(node.target)):
+        return attribute
+    if isinstance(kind, Shard) and kind.units:
+        return f"local({attribute}, {kind.dim}, {local_size(kind, rank, ranks)})"
+    return f"local({attribute})"
+
+
+def _attribute_of(node: fx.Node) -> str:
+    """A parameter or buffer of ``self``; constants are globals."""
+    name = str(node.target)
+    return name if is_constant(name) else _attribute("self", name)
 
 
 def is_constant(name: str) -> bool:
@@ -180,8 +196,9 @@ def _tensor(program: Program, spec: TensorSpec | None, kind: Type | None) -> str
     if spec is None:
         return "None"
     ranks = program.ranks if program.form == "local" else 1
-    shape = local_shape(spec.shape, kind, ranks) if kind else spec.shape
-    return f"{_dtype(spec.dtype)}{list(shape)}" + (f" {kind}" if kind else "")
+    most, least = (local_shape(spec.shape, kind or I, r, ranks) for r in (0, ranks - 1))
+    sizes = [f"{a} or {b}" if a != b else str(a) for a, b in zip(most, least, strict=True)]
+    return f"{_dtype(spec.dtype)}[{', '.join(sizes)}]" + (f" {kind}" if kind else "")
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -259,7 +276,8 @@ def _type_data(kind: Type | None) -> dict[str, Any] | None:
     if kind is None:
         return None
     if isinstance(kind, Shard):
-        return {"kind": "Shard", "dim": kind.dim, "blocks": list(kind.blocks), "axis": kind.axis}
+        fields = {"dim": kind.dim, "blocks": list(kind.blocks), "units": kind.units}
+        return {"kind": "Shard", **fields, "axis": kind.axis}
     return {"kind": str(kind)}
 
 

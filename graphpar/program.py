@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -62,6 +62,35 @@ Form = Literal["whole", "typed", "local"]
 
 Spec = TensorSpec | tuple["TensorSpec | None", ...] | None
 """A node's value: a tensor, a tuple of tensors (``None`` for a non-tensor), or no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """An argument whose value differs between ranks, such as a size: one value per rank."""
+
+    values: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return f"ops.on_rank({self.values}, {MESH_DIM})"
+
+
+def per_rank(values: Sequence[Any]) -> Any:
+    """One argument from that of each rank: lists element by element."""
+    first = values[0]
+    if all(type(value) is type(first) and value == first for value in values):
+        return first
+    if isinstance(first, list) and len({len(value) for value in values}) == 1:
+        return [per_rank(each) for each in zip(*values, strict=True)]
+    return PerRank(tuple(values))
+
+
+def of_rank(arguments: Any, rank: int) -> Any:
+    """``arguments`` as one rank has them."""
+
+    def pick(value: Any) -> Any:
+        return value.values[rank] if isinstance(value, PerRank) else value
+
+    return fx.node.map_aggregate(arguments, pick)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,14 +72,15 @@ def place(root: nn.Module, name: str, value: Tensor, *, persistent: bool = True)
         module.register_buffer(last, value, persistent=persistent)
 
 
-def compile_program(program: Program, group: str = "tp") -> Callable[..., list[Any]]:
+def compile_program(program: Program, group: str = "tp", rank: int = 0) -> Callable[..., list[Any]]:
     """The function ``forward(self, *tensors)`` of a local program.
 
-    ``group`` is the name of the process group that the mesh dimension stands for. The source is
+    ``group`` is the name of the process group that the mesh dimension stands for, ``rank`` this
+    process's in it. The source is
     registered with :mod:`linecache` under a hash of its text, so that debuggers and tracebacks
     show it.
     """
-    text = format_python(program, execute=True)
+    text = format_python(program, rank=rank)
     path = f"<graphpar {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     space: dict[str, Any] = {"tp": group, "local": local, **program.constants}
@@ -88,9 +89,11 @@ def compile_program(program: Program, group: str = "tp") -> Callable[..., list[A
     return forward
 
 
-def local(value: Tensor) -> Tensor:
-    """What this rank holds of a parameter."""
-    return value.to_local() if isinstance(value, DTensor) else value
+def local(value: Tensor, dim: int = 0, size: int = -1) -> Tensor:
+    """What this rank holds of a parameter: of dimension ``dim`` the first ``size``, without the
+    padding behind."""
+    part = value.to_local() if isinstance(value, DTensor) else value
+    return part if size < 0 else part.narrow(dim, 0, size)
 
 
 def select(leaves: Sequence[Any], program: Program) -> list[Any]:

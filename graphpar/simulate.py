@@ -17,8 +17,8 @@ from graphpar.ops import is_conversion, signature
 from graphpar.ops.reference import on_all_ranks, redistribute
 from graphpar.ops.seeded import own_dropout, part_dropout
 from graphpar.passes.rules import FORMS, is_form, whole_op
-from graphpar.program import Program, is_getitem, output_node, placeholders
-from graphpar.types import Shard, cut, join
+from graphpar.program import Program, is_getitem, of_rank, output_node, placeholders
+from graphpar.types import Shard, cut, join, split_layout
 
 aten = torch.ops.aten
 _RANDOM = {
@@ -138,30 +138,34 @@ class Simulation:
     def _call_of(node: fx.Node, env: Mapping[fx.Node, Ranks], rank: int) -> Any:
         """The arguments of one rank."""
 
-        def of_rank(n: fx.Node) -> Any:
+        def value(n: fx.Node) -> Any:
             return env[n][rank]
 
-        return fx.node.map_arg((node.args, node.kwargs), of_rank)
+        return fx.node.map_arg(of_rank((node.args, node.kwargs), rank), value)
 
     def _dropout(self, node: fx.Node, env: Mapping[fx.Node, Ranks]) -> Ranks:
-        x, p, train, dim, blocks, _ = node.args
-        kind = Shard(int(dim), tuple(blocks))  # type: ignore[arg-type]
-        parts = env[x]  # type: ignore[index]
+        (x, p, train), kind, _ = split_layout(node.args)
+        parts = env[x]
         ones = torch.ones_like(join([part.detach() for part in parts], kind))
         mask = aten.dropout(ones, p, train)
         return [part * cut(mask, kind, rank, self.ranks) for rank, part in enumerate(parts)]
 
     def _seeded(self, node: fx.Node, env: Mapping[fx.Node, Ranks]) -> Ranks:
         x, seed, p, number, *place = node.args
+        assert isinstance(p, float)
+        assert isinstance(number, int)
         values = zip(env[x], env[seed], strict=True)  # type: ignore[index]
         if node.target is torch.ops.graphpar.rank_dropout.default:
             return [
-                own_dropout(part, own, p, number, rank if place else None)  # type: ignore[arg-type]
+                own_dropout(part, own, p, number, rank if place else None)
                 for rank, (part, own) in enumerate(values)
             ]
-        where = [(*place[:2], rank, self.ranks) if place else () for rank in range(self.ranks)]
+        if not place:
+            return [part_dropout(part, own, p, number) for part, own in values]
+        _, kind, _ = split_layout(place)
+        layout = kind.dim, kind.blocks
         return [
-            part_dropout(part, own, p, number, *where[rank])  # type: ignore[arg-type]
+            part_dropout(part, own, p, number, *layout, rank, self.ranks, kind.units)
             for rank, (part, own) in enumerate(values)
         ]
 

@@ -1,4 +1,10 @@
-"""state: parameters as DTensors with the layouts of partition types."""
+"""state: parameters as DTensors with the layouts of partition types.
+
+DTensor knows equal parts of equal blocks. Where the blocks or the parts are not equal
+(:func:`is_native`), the DTensor is a plain shard of what the ranks hold, laid end to end, with
+zeros behind uneven parts: optimizers, norms and FSDP work on it as on any other. What people and
+files see is the original: ``state_dict``, checkpoints and ``full_tensor``.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +22,46 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from graphpar.ops.kernels import intervals
+from graphpar.ops import redistribute
 from graphpar.program import MESH_DIM, State
-from graphpar.types import Shard, Type, cut, join
+from graphpar.types import I, Shard, Type, cut, intervals, join, local_shape, local_size
 
 
 def placement_of(kind: Type) -> Placement:
-    """The DTensor placement of a parameter; packed ones are strided shards.
-
-    Only equal blocks can be expressed; :mod:`graphpar.passes.annotate` gives parameters no other.
-    """
+    """The DTensor placement of a parameter; those of several equal blocks are strided shards."""
     if not isinstance(kind, Shard):
         return ReplicatePlacement()
-    if len(kind.blocks) == 1:
+    if len(kind.blocks) == 1 or not is_native(kind):
         return ShardPlacement(kind.dim)
     return _StridedShard(kind.dim, split_factor=len(kind.blocks))
 
 
+def is_native(kind: Type) -> bool:
+    """Whether DTensor has a placement for the type."""
+    return not isinstance(kind, Shard) or (len(set(kind.blocks)) == 1 and not kind.units)
+
+
 def local_part(whole: Tensor, kind: Type, rank: int, ranks: int) -> Tensor:
-    """A contiguous copy of what ``rank`` holds of ``whole``."""
+    """A contiguous copy of what ``rank`` holds of ``whole``, padded to what the first rank does."""
     part = cut(whole, kind, rank, ranks) if isinstance(kind, Shard) else whole
-    return part.detach().clone(memory_format=torch.contiguous_format)
+    part = part.detach()
+    if not isinstance(kind, Shard) or not kind.units:
+        return part.clone(memory_format=torch.contiguous_format)
+    padded = whole.new_zeros(local_shape(whole.shape, kind, 0, ranks))
+    unpadded(padded, kind, rank, ranks).copy_(part)
+    return padded
+
+
+def unpadded(part: Tensor, kind: Type, rank: int, ranks: int) -> Tensor:
+    """What ``rank`` holds, as a view of its padded part."""
+    if not isinstance(kind, Shard) or not kind.units:
+        return part
+    return part.narrow(kind.dim, 0, local_size(kind, rank, ranks))
 
 
 def local_intervals(kind: Shard, rank: int, ranks: int) -> list[tuple[int, int]]:
     """(start in the whole dimension, size) of the pieces that a rank holds, in order."""
-    return intervals(kind.blocks, rank, ranks)
+    return list(intervals(kind.blocks, rank, ranks, kind.units))
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -52,7 +72,7 @@ def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def in_pieces(value: DTensor, kind: Shard) -> DTensor:
     """A DTensor over the same memory that tells DCP which pieces of the whole it holds.
 
-    FSDP may hold some rows of a rank's part only.
+    FSDP may hold some rows of a rank's part only. The shape is the whole tensor's.
     """
     local = value.to_local().detach()
     mesh = tensor_mesh(value.device_mesh)
@@ -60,27 +80,53 @@ def in_pieces(value: DTensor, kind: Shard) -> DTensor:
     first = _first_row(value, kind, mesh.size())
     offsets = [0] * local.dim()
     if kind.dim == 0:
-        held = _within(held, first, local.shape[0])
+        # A rank that holds padding alone has an empty piece at the end.
+        held = _within(held, first, local.shape[0]) or [(sum(kind.blocks), 0)]
     else:
         offsets[0] = first
-    shards = list(local.split([size for _, size in held], kind.dim))
+    sizes = [size for _, size in held]
+    local = local.narrow(kind.dim, 0, sum(sizes))
+    shards = list(local.split(sizes, kind.dim))
     places = [(*offsets[: kind.dim], start, *offsets[kind.dim + 1 :]) for start, _ in held]
     wrapper = LocalShardsWrapper(shards, places)
-    made = _with_local(value, local)
+    shape = torch.Size((*value.shape[: kind.dim], sum(kind.blocks), *value.shape[kind.dim + 1 :]))
+    made = _with_local(value, local, shape)
     for protocol in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
         setattr(made._local_tensor, protocol, getattr(wrapper, protocol))
-    return made
+    return made if is_native(kind) else with_full_tensor(made, kind)
 
 
-def _with_local(value: DTensor, local: Tensor) -> DTensor:
+def from_pieces(value: DTensor, like: DTensor) -> DTensor:
+    """What :func:`in_pieces` made, in the form that ``like``, a parameter, has."""
+    local = value.to_local()
+    padded = local.new_zeros(like.to_local().shape)
+    padded[tuple(map(slice, local.shape))] = local
+    return _with_local(like, padded)
+
+
+def with_full_tensor(value: DTensor, kind: Shard) -> DTensor:
+    """Let ``value.full_tensor()`` give the whole tensor in the order of the original."""
+
+    def full_tensor(*, grad_placements: object = None) -> Tensor:
+        mesh = value.device_mesh
+        part = unpadded(value.to_local(), kind, mesh.get_local_rank(), mesh.size())
+        return redistribute(part, kind, I, mesh.get_group().group_name)
+
+    if value.device_mesh.ndim == 1:
+        value.full_tensor = full_tensor  # type: ignore[method-assign]
+    return value
+
+
+def _with_local(value: DTensor, local: Tensor, shape: torch.Size | None = None) -> DTensor:
     """A DTensor laid out like ``value``, of which this rank holds ``local``."""
+    shape = value.shape if shape is None else shape
     return DTensor.from_local(
         local,
         value.device_mesh,
         value.placements,
         run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 
@@ -107,12 +153,12 @@ def _within(held: list[tuple[int, int]], first: int, count: int) -> list[tuple[i
 
 
 def packed_types(states: Iterable[State]) -> dict[str, Shard]:
-    """The types of parameters of several blocks, under all their names."""
+    """The types of parameters of several blocks or uneven parts, under all their names."""
     return {
         name: state.type
         for state in states
         for name in state.names
-        if isinstance(state.type, Shard) and len(state.type.blocks) > 1
+        if isinstance(state.type, Shard) and (len(state.type.blocks) > 1 or state.type.units)
     }
 
 
@@ -122,13 +168,16 @@ def distribute(whole: Tensor, kind: Type, mesh: DeviceMesh) -> DTensor:
     Nothing is communicated.
     """
     part = local_part(whole, kind, mesh.get_local_rank(), mesh.size())
+    shape = list(whole.shape)
+    if isinstance(kind, Shard):
+        shape[kind.dim] = mesh.size() * part.shape[kind.dim]
     return DTensor.from_local(
         part,
         mesh,
         [placement_of(kind)],
         run_check=False,
-        shape=whole.shape,
-        stride=torch.empty(whole.shape, device="meta").stride(),
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 
@@ -150,7 +199,8 @@ def gather(part: Tensor, kind: Type, mesh: DeviceMesh) -> Tensor:
         return part.clone()
     parts = [torch.empty_like(part) for _ in range(mesh.size())]
     dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
-    return join(parts, kind)
+    ranks = mesh.size()
+    return join([unpadded(p, kind, rank, ranks) for rank, p in enumerate(parts)], kind)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,18 +53,22 @@ class Shard:
 
     The dimension is laid out as consecutive ``blocks`` (sizes that sum to the dimension's), each
     cut into as many equal parts as there are ranks; a rank holds its part of every block, in
-    order. A plain shard has one block. ``axis`` names the sharded axis for people; it does not
-    take part in comparisons.
+    order. A plain shard has one block. Where ranks do not divide what is cut (25 heads over 8),
+    every block consists of ``units`` equal units, dealt in order and as evenly as can be, the
+    first ranks getting one more; 0 stands for equal parts. ``axis`` names the sharded axis for
+    people; it does not take part in comparisons.
     """
 
     dim: int
     blocks: tuple[int, ...]
-    axis: str = field(default="", compare=False)
+    units: int = 0
+    axis: str = field(default="", compare=False, kw_only=True)
 
     def __str__(self) -> str:
         name = f": {self.axis}" if self.axis else ""
         blocks = f", blocks={self.blocks}" if len(self.blocks) > 1 else ""
-        return f"Shard({self.dim}{name}{blocks})"
+        units = f", units={self.units}" if self.units else ""
+        return f"Shard({self.dim}{name}{blocks}{units})"
 
 
 Type = Invariant | Replicate | Partial | Shard
@@ -104,30 +110,82 @@ def convertible(source: Type, target: Type) -> bool:
     return source != target and (letter(source), letter(target)) in CONVERSIONS
 
 
-def local_shape(shape: Sequence[int], kind: Type, ranks: int) -> tuple[int, ...]:
-    """The shape one rank holds of a tensor of global ``shape``."""
+def share(units: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(first, number) of the units that a rank gets; 0 units stand for one each."""
+    low, more = divmod(units or ranks, ranks)
+    return rank * low + min(rank, more), low + (rank < more)
+
+
+def units_for(size: int, ranks: int) -> int:
+    """The ``units`` of a :class:`Shard` along an axis of ``size``."""
+    return size if size % ranks else 0
+
+
+def largest_share(kind: Shard, ranks: int) -> float:
+    """The part of the dimension that the first rank, which has the most, holds."""
+    return share(kind.units, 0, ranks)[1] / (kind.units or ranks)
+
+
+@lru_cache(maxsize=4096)
+def intervals(
+    blocks: tuple[int, ...], rank: int, ranks: int, units: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """(start in the whole dimension, size) of each piece that the rank holds: one per block."""
+    first, number = share(units, rank, ranks)
+    found, start = [], 0
+    for block in blocks:
+        unit = block // (units or ranks)
+        found.append((start + first * unit, number * unit))
+        start += block
+    return tuple(found)
+
+
+def local_size(shard: Shard, rank: int, ranks: int) -> int:
+    """The size of the sharded dimension on one rank."""
+    return sum(size for _, size in intervals(shard.blocks, rank, ranks, shard.units))
+
+
+def local_shape(shape: Sequence[int], kind: Type, rank: int, ranks: int) -> tuple[int, ...]:
+    """The shape that ``rank`` holds of a tensor of global ``shape``."""
     sizes = list(shape)
     if isinstance(kind, Shard):
-        sizes[kind.dim] //= ranks
+        sizes[kind.dim] = local_size(kind, rank, ranks)
     return tuple(sizes)
 
 
-def divides(kind: Type, ranks: int) -> bool:
-    """Whether every block of ``kind`` can be cut into ``ranks`` equal parts."""
-    return not isinstance(kind, Shard) or all(size % ranks == 0 for size in kind.blocks)
+def fits(kind: Shard, shape: Sequence[int], ranks: int) -> bool:
+    """Whether a tensor of global ``shape`` can be laid out so: no rank goes without a part."""
+    return (
+        0 <= kind.dim < len(shape)
+        and sum(kind.blocks) == shape[kind.dim]
+        and min(kind.blocks, default=0) > 0
+        and all(size % (kind.units or ranks) == 0 for size in kind.blocks)
+        and (kind.units == 0 or (kind.units > ranks and kind.units % ranks != 0))
+    )
+
+
+def layout_arguments(kind: Shard, group: str) -> tuple[Any, ...]:
+    """The last arguments of an op that is told how its operand lies."""
+    return (kind.dim, kind.blocks, group, *((kind.units,) if kind.units else ()))
+
+
+def split_layout(args: Sequence[Any]) -> tuple[list[Any], Shard, str]:
+    """The op's own arguments, the layout and the group: from what ends in
+    :func:`layout_arguments`."""
+    units = 0 if isinstance(args[-1], str) else args[-1]
+    *rest, dim, blocks, group = args if isinstance(args[-1], str) else args[:-1]
+    return rest, Shard(int(dim), tuple(map(int, blocks)), int(units)), group
 
 
 def cut(x: Tensor, shard: Shard, rank: int, ranks: int) -> Tensor:
     """Rank ``rank``'s part of the whole tensor ``x`` (a view where the layout allows it)."""
-    if len(set(shard.blocks)) == 1:
-        part = shard.blocks[0] // ranks
-        if len(shard.blocks) == 1:
-            return x.narrow(shard.dim, rank * part, part)
-        parts = x.unflatten(shard.dim, (len(shard.blocks), ranks, part))
-        whole: Tensor = parts.select(shard.dim + 1, rank)
-        return whole.flatten(shard.dim, shard.dim + 1)
-    blocks = x.split(list(shard.blocks), shard.dim)
-    return torch.cat([b.tensor_split(ranks, shard.dim)[rank] for b in blocks], shard.dim)
+    dim, blocks = shard.dim, shard.blocks
+    if len(set(blocks)) == 1 and len(blocks) > 1 and not shard.units:
+        parts = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
+        whole: Tensor = parts.select(dim + 1, rank)
+        return whole.flatten(dim, dim + 1)
+    pieces = [x.narrow(dim, *piece) for piece in intervals(blocks, rank, ranks, shard.units)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def join(parts: Sequence[Tensor], shard: Shard) -> Tensor:
@@ -135,6 +193,7 @@ def join(parts: Sequence[Tensor], shard: Shard) -> Tensor:
     if len(shard.blocks) == 1:
         return torch.cat(list(parts), shard.dim)
     ranks = len(parts)
-    sizes = [size // ranks for size in shard.blocks]
-    pieces = [part.split(sizes, shard.dim) for part in parts]
-    return torch.cat([pieces[r][b] for b in range(len(sizes)) for r in range(ranks)], shard.dim)
+    sizes = [[n for _, n in intervals(shard.blocks, r, ranks, shard.units)] for r in range(ranks)]
+    pieces = [part.split(own, shard.dim) for part, own in zip(parts, sizes, strict=True)]
+    blocks = range(len(shard.blocks))
+    return torch.cat([pieces[r][b] for b in blocks for r in range(ranks)], shard.dim)

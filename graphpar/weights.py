@@ -43,6 +43,7 @@ def load_safetensors(
     files = _files(Path(path))
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     fleeting = {name for s in model.program.state.values() if not s.persistent for name in s.names}
+    shapes = {name: list(s.spec.shape) for s in model.program.state.values() for name in s.names}
     kinds = {name: (s.type, s.names) for s in model.program.state.values() for name in s.names}
     wanted = {name: _found(name, kinds[name][1], files) for name in state if name not in fleeting}
     with ExitStack() as stack:
@@ -52,8 +53,8 @@ def load_safetensors(
             if file not in opened:
                 opened[file] = stack.enter_context(_open(file, key))
             shape = list(_slice(opened[file], file, key).get_shape())
-            if shape != list(state[name].shape):
-                raise CheckpointError(f"{name} is {shape} in {file}, not {list(state[name].shape)}")
+            if shape != shapes[name]:
+                raise CheckpointError(f"{name} is {shape} in {file}, not {shapes[name]}")
         model.allocate(device)
         local = model.local_tensors()
         rank, ranks = model.place_in_mesh()

@@ -22,7 +22,7 @@ from graphpar.program import (
     result_types,
     tensor_spec,
 )
-from graphpar.types import P, Shard
+from graphpar.types import P, Shard, layout_arguments
 
 NAME = "localize"
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
     if target is aten.dropout.default and isinstance(operands[0], Shard):
         kind = operands[0]
         x, p, train = node.args
-        args = (x, p, train, kind.dim, kind.blocks, MESH_DIM)
+        args = (x, p, train, *layout_arguments(kind, MESH_DIM))
         with graph.inserting_before(node):
             value = derive(graph, torch.ops.graphpar.dropout.default, args, like=node, origin=NAME)
         _take_place(graph, node, value)

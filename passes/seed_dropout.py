@@ -20,7 +20,7 @@ from graphpar.program import (
     placeholders,
     set_info,
 )
-from graphpar.types import R, Shard, Type
+from graphpar.types import R, Shard, Type, layout_arguments
 
 NAME = "seed-dropout"
 SEED_SPEC = TensorSpec((2,), torch.int64, torch.device("cpu"))
@@ -117,7 +117,7 @@ def _seed(graph: fx.Graph, node: fx.Node, target: Any, seed: fx.Node, number: in
     kind = info(x).type
     args: tuple[Any, ...] = (x, seed, node.args[1], number)
     if isinstance(kind, Shard):
-        args = (*args, kind.dim, kind.blocks, MESH_DIM)
+        args = (*args, *layout_arguments(kind, MESH_DIM))
     node.target, node.args, node.kwargs = target, args, {}
     annotate(node, origin=NAME, axes=None, operands=None)
     if given is not x and not given.users:

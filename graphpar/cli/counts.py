@@ -102,7 +102,14 @@ def format_report(program: Program) -> str:
     found = program.report.get("partition")
     if not found:
         return ""
-    return (
+    lines = [
         f"partition: {found['objective_us']:.1f} us modelled per step, "
         f"bound {found['bound_us']:.1f} us, solved in {found['seconds']:.2f} s"
-    )
+    ]
+    for axis in found["uneven"]:
+        lines.append(f"uneven: {axis.size} of {axis.axis}, {axis.most} or {axis.least} on a rank")
+    for product in found["replicated"]:
+        lines.append(f"whole on every rank: {product.op} at {product.source}")
+    if found["wasted"]:
+        lines.append(f"wasted by these: {found['wasted']:.1%} of all ranks' work in products")
+    return "\n".join(lines)

@@ -2,8 +2,10 @@
 
 The ops live in ``torch.ops.graphpar`` and are what rewritten graphs call; the functions here are
 the same ops for people. ``group`` is the name of a process group, ``blocks`` the sizes of the
-consecutive blocks of the whole dimension (:class:`graphpar.types.Shard`), t the group's size. The
-gradient of a conversion from a to b is the conversion from dual(b) to dual(a), another row:
+consecutive blocks of the whole dimension, ``units`` the number of equal units of each block where
+t, the group's size, does not divide them (:class:`graphpar.types.Shard`); "/ t" below stands for
+a rank's part. The gradient of a conversion from a to b is the conversion from dual(b) to dual(a),
+another row:
 
 ============== ===================== ================ ================ ===========================
 op             from → to             forward          backward         Korthikanti et al. 2022, §4
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 from graphpar.ops import library as library  # defines torch.ops.graphpar
+from graphpar.ops.kernels import rank_and_size
 from graphpar.ops.table import CONVERSION_OPS, conversion, is_conversion, signature
 from graphpar.types import Type
 
@@ -49,6 +52,7 @@ __all__ = [
     "is_conversion",
     "log_softmax",
     "nll_loss",
+    "on_rank",
     "pad",
     "rank_dropout",
     "redistribute",
@@ -80,21 +84,23 @@ def all_reduce(x: Tensor, dst: Literal["I", "R"], group: str) -> Tensor:
 
 
 def all_gather(
-    x: Tensor, dim: int, blocks: Sequence[int], dst: Literal["I", "R"], group: str
+    x: Tensor, dim: int, blocks: Sequence[int], dst: Literal["I", "R"], group: str, units: int = 0
 ) -> Tensor:
     """Shard → Replicate (``dst="R"``, g, backward reduce-scatters) or Invariant (``"I"``, slices).
 
     ``x`` [..., sum(blocks) / t, ...] → [..., sum(blocks), ...] at dimension ``dim``.
     """
-    return _ops.all_gather.default(x, dim, blocks, dst, group)  # type: ignore[no-any-return]
+    return _ops.all_gather.default(x, dim, blocks, dst, group, units)  # type: ignore[no-any-return]
 
 
-def reduce_scatter(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Tensor:
+def reduce_scatter(
+    x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0
+) -> Tensor:
     """Partial → Shard (the paper's ḡ); backward all-gathers to Replicate.
 
     ``x`` [..., sum(blocks), ...] → [..., sum(blocks) / t, ...] at dimension ``dim``.
     """
-    return _ops.reduce_scatter.default(x, dim, blocks, group)  # type: ignore[no-any-return]
+    return _ops.reduce_scatter.default(x, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def all_to_all(
@@ -104,6 +110,8 @@ def all_to_all(
     dst_dim: int,
     dst_blocks: Sequence[int],
     group: str,
+    src_units: int = 0,
+    dst_units: int = 0,
 ) -> Tensor:
     """Shard → Shard of another dimension or with other blocks; backward goes the other way.
 
@@ -111,36 +119,38 @@ def all_to_all(
     [..., sum(src_blocks), ..., sum(dst_blocks) / t, ...].
     """
     return _ops.all_to_all.default(  # type: ignore[no-any-return]
-        x, src_dim, src_blocks, dst_dim, dst_blocks, group
+        x, src_dim, src_blocks, dst_dim, dst_blocks, group, src_units, dst_units
     )
 
 
-def shard(x: Tensor, src: Literal["I", "R"], dim: int, blocks: Sequence[int], group: str) -> Tensor:
+def shard(
+    x: Tensor, src: Literal["I", "R"], dim: int, blocks: Sequence[int], group: str, units: int = 0
+) -> Tensor:
     """Invariant (``src="I"``, backward all-gathers) or Replicate (``"R"``, pads) → Shard.
 
     ``x`` [..., sum(blocks), ...] → a copy of this rank's [..., sum(blocks) / t, ...]; nothing is
     communicated forward.
     """
-    return _ops.shard.default(x, src, dim, blocks, group)  # type: ignore[no-any-return]
+    return _ops.shard.default(x, src, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
-def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Tensor:
+def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0) -> Tensor:
     """Shard → Partial: zeros where other ranks' parts are; backward slices. No communication.
 
     ``x`` [..., sum(blocks) / t, ...] → [..., sum(blocks), ...] at dimension ``dim``.
     """
-    return _ops.pad.default(x, dim, blocks, group)  # type: ignore[no-any-return]
+    return _ops.pad.default(x, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def dropout(
-    x: Tensor, p: float, train: bool, dim: int, blocks: Sequence[int], group: str
+    x: Tensor, p: float, train: bool, dim: int, blocks: Sequence[int], group: str, units: int = 0
 ) -> Tensor:
     """Shard → the same Shard: ``aten.dropout`` with this rank's part of the whole tensor's mask.
 
     Every rank draws the mask of the whole tensor from the default generator of the device, so
     equal seeds give what the unmodified model gives, bit for bit on the CPU.
     """
-    return _ops.dropout.default(x, p, train, dim, blocks, group)  # type: ignore[no-any-return]
+    return _ops.dropout.default(x, p, train, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def embedding(
@@ -152,6 +162,7 @@ def embedding(
     dim: int,
     blocks: Sequence[int],
     group: str,
+    units: int = 0,
 ) -> Tensor:
     """Table Shard(0), ids Replicate → Partial: ``aten.embedding`` of the rows that the rank holds.
 
@@ -160,7 +171,7 @@ def embedding(
     for ``padding_idx``. Megatron-LM's vocabulary-parallel embedding (Shoeybi et al. 2019, §3).
     """
     return _ops.embedding.default(  # type: ignore[no-any-return]
-        weight, indices, padding_idx, scale_grad_by_freq, sparse, dim, blocks, group
+        weight, indices, padding_idx, scale_grad_by_freq, sparse, dim, blocks, group, units
     )
 
 
@@ -172,13 +183,14 @@ def gather(
     dim: int,
     blocks: Sequence[int],
     group: str,
+    units: int = 0,
 ) -> Tensor:
     """Shard(dim), index Replicate → Partial: ``aten.gather`` along the sharded dimension ``dim``.
 
     ``x`` [..., sum(blocks) / t, ...], ``index`` of places in the whole dimension → the index's
     shape, zero where other ranks hold the element.
     """
-    return _ops.gather.default(x, gather_dim, index, sparse_grad, dim, blocks, group)  # type: ignore[no-any-return]
+    return _ops.gather.default(x, gather_dim, index, sparse_grad, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def log_softmax(
@@ -188,13 +200,14 @@ def log_softmax(
     dim: int,
     blocks: Sequence[int],
     group: str,
+    units: int = 0,
 ) -> Tensor:
     """Shard → the same Shard: ``aten.log_softmax`` along the sharded dimension ``dim``.
 
     ``x`` [..., sum(blocks) / t, ...] → the same shape. Forward all-reduces a maximum and a sum
     without that dimension, backward a sum.
     """
-    return _ops.log_softmax.default(x, softmax_dim, dtype, dim, blocks, group)  # type: ignore[no-any-return]
+    return _ops.log_softmax.default(x, softmax_dim, dtype, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def cross_entropy(
@@ -207,6 +220,7 @@ def cross_entropy(
     dim: int,
     blocks: Sequence[int],
     group: str,
+    units: int = 0,
 ) -> Tensor:
     """Logits Shard(classes), target Replicate → Invariant: ``aten.cross_entropy_loss``.
 
@@ -217,7 +231,7 @@ def cross_entropy(
     inside where ``x`` is narrower.
     """
     return _ops.cross_entropy.default(  # type: ignore[no-any-return]
-        x, target, weight, reduction, ignore_index, label_smoothing, dim, blocks, group
+        x, target, weight, reduction, ignore_index, label_smoothing, dim, blocks, group, units
     )
 
 
@@ -230,13 +244,14 @@ def nll_loss(
     dim: int,
     blocks: Sequence[int],
     group: str,
+    units: int = 0,
 ) -> Tensor:
     """Log-probabilities Shard(classes), target and weights Replicate → Partial: ``nll_loss``.
 
     Shapes as in :func:`cross_entropy`, but ``weight`` is whole. No communication.
     """
     return _ops.nll_loss.default(  # type: ignore[no-any-return]
-        x, target, weight, reduction, ignore_index, dim, blocks, group
+        x, target, weight, reduction, ignore_index, dim, blocks, group, units
     )
 
 
@@ -259,6 +274,7 @@ def seeded_dropout(
     dim: int = 0,
     blocks: Sequence[int] = (),
     group: str = "",
+    units: int = 0,
 ) -> Tensor:
     """Dropout with the mask that :func:`graphpar.ops.philox.keep_mask` gives, whatever the ranks.
 
@@ -266,7 +282,7 @@ def seeded_dropout(
     ``number`` is that of the op in its graph. Autograd keeps the seed and makes the mask again.
     """
     return _ops.seeded_dropout.default(  # type: ignore[no-any-return]
-        x, seed, p, number, dim, blocks, group
+        x, seed, p, number, dim, blocks, group, units
     )
 
 
@@ -278,12 +294,18 @@ def rank_dropout(
     dim: int = 0,
     blocks: Sequence[int] = (),
     group: str = "",
+    units: int = 0,
 ) -> Tensor:
     """:func:`seeded_dropout` with a mask of torch's generator: where there are blocks, every rank
     has a mask of its own. Autograd keeps the mask (bool)."""
     return _ops.rank_dropout.default(  # type: ignore[no-any-return]
-        x, seed, p, number, dim, blocks, group
+        x, seed, p, number, dim, blocks, group, units
     )
+
+
+def on_rank(values: Sequence[int], group: str) -> int:
+    """The value of this rank: sizes that are not the same on all ranks."""
+    return values[rank_and_size(group)[0]]
 
 
 def redistribute(x: Tensor, source: Type, target: Type, group: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 Every collective runs once, on dimension 0 of a contiguous tensor, whatever the layout:
 :func:`_by_rank` brings the parts of each rank together, :func:`_whole` puts them back in place.
+Uneven parts travel padded to the largest.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from graphpar.errors import InternalError
+from graphpar.types import Shard, cut, intervals, join, local_size
 
 _c10d = torch.ops._c10d_functional
 _wait = _c10d.wait_tensor.default
@@ -52,25 +55,28 @@ def all_reduce(x: Tensor, dst: str, group: str) -> Tensor:
     return _wait(_c10d.all_reduce.default(x, "sum", plain_name(group)))  # type: ignore[no-any-return]
 
 
-def all_gather(x: Tensor, dim: int, blocks: Sequence[int], dst: str, group: str) -> Tensor:
-    _, ranks = rank_and_size(group)
-    _check(x.size(dim) * ranks, blocks, ranks)
-    parts = _wait(_c10d.all_gather_into_tensor.default(x.contiguous(), ranks, plain_name(group)))
-    return _whole(parts, dim, blocks, ranks)
+def all_gather(
+    x: Tensor, dim: int, blocks: Sequence[int], dst: str, group: str, units: int = 0
+) -> Tensor:
+    layout, _, ranks = _place(x, dim, blocks, units, group, local=True)
+    x = _padded(x, layout, ranks).contiguous()
+    parts = _wait(_c10d.all_gather_into_tensor.default(x, ranks, plain_name(group)))
+    return _whole(parts.unflatten(0, (ranks, -1)), layout, ranks)
 
 
-def reduce_scatter(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Tensor:
-    found = process_group(group)
-    ranks = found.size()
-    _check(x.size(dim), blocks, ranks)
-    parts = _by_rank(x, dim, blocks, ranks)
-    if _is_gloo(found, x.device):
+def reduce_scatter(
+    x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0
+) -> Tensor:
+    layout, rank, ranks = _place(x, dim, blocks, units, group)
+    parts = _by_rank(x, layout, ranks)
+    if _is_gloo(process_group(group), x.device):
         sizes = [parts.size(0) // ranks] * ranks
         received = _wait(_c10d.all_to_all_single.default(parts, sizes, sizes, plain_name(group)))
-        return received.unflatten(0, (ranks, -1)).sum(0, dtype=x.dtype)  # type: ignore[no-any-return]
-    return _wait(  # type: ignore[no-any-return]
-        _c10d.reduce_scatter_tensor.default(parts, "sum", ranks, plain_name(group))
-    )
+        found: Tensor = received.unflatten(0, (ranks, -1)).sum(0, dtype=x.dtype)
+    else:
+        name = plain_name(group)
+        found = _wait(_c10d.reduce_scatter_tensor.default(parts, "sum", ranks, name))
+    return _unpadded(found, layout, rank, ranks).contiguous()
 
 
 def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
@@ -85,47 +91,53 @@ def all_to_all(
     dst_dim: int,
     dst_blocks: Sequence[int],
     group: str,
+    src_units: int = 0,
+    dst_units: int = 0,
 ) -> Tensor:
-    rank, ranks = rank_and_size(group)
-    _check(x.size(src_dim) * ranks, src_blocks, ranks)
-    _check(x.size(dst_dim) * (ranks if src_dim == dst_dim else 1), dst_blocks, ranks)
+    source, rank, ranks = _place(x, src_dim, src_blocks, src_units, group, local=True)
+    target = Shard(dst_dim, tuple(dst_blocks), dst_units)
+    whole = sum(src_blocks) if src_dim == dst_dim else x.size(dst_dim)
+    _check(target, whole, sum(dst_blocks), ranks)
     if src_dim == dst_dim:
-        return _relayout(x, src_dim, tuple(src_blocks), tuple(dst_blocks), rank, ranks, group)
-    sent = _by_rank(x, dst_dim, dst_blocks, ranks)
+        return _relayout(x, source, target, rank, ranks, group)
+    sent = _by_rank(_padded(x, source, ranks), target, ranks)
     sizes = [sent.size(0) // ranks] * ranks
     received = _wait(_c10d.all_to_all_single.default(sent, sizes, sizes, plain_name(group)))
-    return _whole(received, src_dim, src_blocks, ranks)
+    by_rank = received.unflatten(0, (ranks, -1))
+    if dst_units:
+        by_rank = by_rank.narrow(dst_dim + 1, 0, local_size(target, rank, ranks))
+    return _whole(by_rank, source, ranks)
 
 
-def shard(x: Tensor, src: str, dim: int, blocks: Sequence[int], group: str) -> Tensor:
-    rank, ranks = rank_and_size(group)
-    _check(x.size(dim), blocks, ranks)
-    return part_of(x, dim, blocks, rank, ranks)
+def shard(
+    x: Tensor, src: str, dim: int, blocks: Sequence[int], group: str, units: int = 0
+) -> Tensor:
+    return part_of(x, *_place(x, dim, blocks, units, group))
 
 
-def part_of(x: Tensor, dim: int, blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
+def part_of(x: Tensor, layout: Shard, rank: int, ranks: int) -> Tensor:
     """A contiguous copy of the rank's part of ``x``."""
-    if _equal(blocks):
+    dim, blocks = layout.dim, layout.blocks
+    if _equal(layout):
         parts: Tensor = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
         parts = parts.select(dim + 1, rank)
         return parts.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
-    pieces = [x.narrow(dim, start, size) for start, size in intervals(tuple(blocks), rank, ranks)]
+    pieces = [x.narrow(dim, *piece) for piece in intervals(blocks, rank, ranks, layout.units)]
     return torch.cat(pieces, dim).contiguous()
 
 
-def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str) -> Tensor:
-    rank, ranks = rank_and_size(group)
-    _check(x.size(dim) * ranks, blocks, ranks)
+def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0) -> Tensor:
+    layout, rank, ranks = _place(x, dim, blocks, units, group, local=True)
     shape = list(x.shape)
-    shape[dim] *= ranks
+    shape[dim] = sum(blocks)
     whole = x.new_zeros(shape)
-    if _equal(blocks):
+    if _equal(layout):
         count, part = len(blocks), blocks[0] // ranks
         places = whole.unflatten(dim, (count, ranks, part)).select(dim + 1, rank)
         places.copy_(x.unflatten(dim, (count, part)))
         return whole
     offset = 0
-    for start, size in intervals(tuple(blocks), rank, ranks):
+    for start, size in intervals(layout.blocks, rank, ranks, units):
         whole.narrow(dim, start, size).copy_(x.narrow(dim, offset, size))
         offset += size
     return whole
@@ -142,22 +154,51 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _check(size: int, blocks: Sequence[int], ranks: int) -> None:
-    if sum(blocks) != size or any(block % ranks for block in blocks):
-        raise InternalError(f"blocks {list(blocks)} do not lay out {size} over {ranks} ranks")
+def _place(
+    x: Tensor, dim: int, blocks: Sequence[int], units: int, group: str, *, local: bool = False
+) -> tuple[Shard, int, int]:
+    """The layout of ``x`` (``local``: of which it is this rank's part), the rank and their number.
+
+    Raises:
+        InternalError: ``x`` is not laid out so.
+    """
+    rank, ranks = rank_and_size(group)
+    layout = Shard(dim, tuple(blocks), units)
+    size = local_size(layout, rank, ranks) if local else sum(blocks)
+    _check(layout, x.size(dim), size, ranks)
+    return layout, rank, ranks
 
 
-def _equal(blocks: Sequence[int]) -> bool:
-    return len(blocks) == 1 or all(block == blocks[0] for block in blocks)
+def _check(layout: Shard, size: int, wanted: int, ranks: int) -> None:
+    if size != wanted or any(block % (layout.units or ranks) for block in layout.blocks):
+        raise InternalError(f"{layout} does not lay out {size} elements over {ranks} ranks")
 
 
-def _by_rank(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
-    """The parts of ``x``, rank after rank along dimension 0: at most one copy."""
+def _equal(layout: Shard) -> bool:
+    return len(set(layout.blocks)) == 1 and not layout.units
+
+
+def _padded(x: Tensor, layout: Shard, ranks: int) -> Tensor:
+    """This rank's part with zeros behind, as large as the first rank's."""
+    lacking = local_size(layout, 0, ranks) - x.size(layout.dim) if layout.units else 0
+    return F.pad(x, (*(0, 0) * (x.dim() - 1 - layout.dim), 0, lacking)) if lacking else x
+
+
+def _unpadded(x: Tensor, layout: Shard, rank: int, ranks: int) -> Tensor:
+    return x.narrow(layout.dim, 0, local_size(layout, rank, ranks)) if layout.units else x
+
+
+def _by_rank(x: Tensor, layout: Shard, ranks: int) -> Tensor:
+    """The parts of ``x``, rank after rank along dimension 0: at most one copy if they are even."""
+    dim, blocks = layout.dim, layout.blocks
+    if layout.units:
+        parts = [_padded(cut(x, layout, rank, ranks), layout, ranks) for rank in range(ranks)]
+        return torch.cat(parts).contiguous()
     if dim == 0 and len(blocks) == 1:
         return x.contiguous()
-    if _equal(blocks):
-        parts: Tensor = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
-        return parts.movedim(dim + 1, 0).contiguous().flatten(dim + 1, dim + 2).flatten(0, 1)
+    if _equal(layout):
+        whole: Tensor = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
+        return whole.movedim(dim + 1, 0).contiguous().flatten(dim + 1, dim + 2).flatten(0, 1)
     pieces = [
         block.unflatten(dim, (ranks, block.size(dim) // ranks)).movedim(dim, 0)
         for block in x.split(list(blocks), dim)
@@ -165,39 +206,29 @@ def _by_rank(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
     return torch.cat(pieces, dim + 1).contiguous().flatten(0, 1)
 
 
-def _whole(parts: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
-    """The whole tensor from the parts that lie rank after rank along dimension 0.
+def _whole(by_rank: Tensor, layout: Shard, ranks: int) -> Tensor:
+    """The whole tensor from the parts, which lie rank after rank along a new dimension 0.
 
-    The result is new memory or ``parts`` itself: at most one copy.
+    The result is new memory or that of the parts: at most one copy.
     """
-    if dim == 0 and len(blocks) == 1:
-        return parts
-    by_rank: Tensor = parts.unflatten(0, (ranks, parts.size(0) // ranks))
-    if _equal(blocks):
+    dim, blocks = layout.dim, layout.blocks
+    if _equal(layout) and len(blocks) == 1 and dim == 0:
+        return by_rank.flatten(0, 1)
+    if _equal(layout):
         places: Tensor = by_rank.unflatten(dim + 1, (len(blocks), blocks[0] // ranks))
         return places.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
-    sizes = [block // ranks for block in blocks]
-    pieces = [part.split(sizes, dim) for part in by_rank.unbind(0)]
-    return torch.cat([p[b] for b in range(len(blocks)) for p in pieces], dim).contiguous()
-
-
-def intervals(blocks: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
-    """(start in the whole dimension, size) of each piece that the rank holds."""
-    found, start = [], 0
-    for block in blocks:
-        found.append((start + rank * (block // ranks), block // ranks))
-        start += block
-    return found
+    parts = [_unpadded(part, layout, rank, ranks) for rank, part in enumerate(by_rank.unbind(0))]
+    return join(parts, layout).contiguous()
 
 
 @lru_cache(maxsize=1024)
 def _overlaps(
-    mine: tuple[int, ...], rank: int, theirs: tuple[int, ...], other: int, ranks: int
+    mine: Shard, rank: int, theirs: Shard, other: int, ranks: int
 ) -> list[tuple[int, int]]:
     """(offset in my part, size) of what another rank holds too, in the order of the whole."""
     found, offset = [], 0
-    for start, size in intervals(mine, rank, ranks):
-        for other_start, other_size in intervals(theirs, other, ranks):
+    for start, size in intervals(mine.blocks, rank, ranks, mine.units):
+        for other_start, other_size in intervals(theirs.blocks, other, ranks, theirs.units):
             low, high = max(start, other_start), min(start + size, other_start + other_size)
             if low < high:
                 found.append((offset + low - start, high - low))
@@ -205,17 +236,9 @@ def _overlaps(
     return found
 
 
-def _relayout(
-    x: Tensor,
-    dim: int,
-    source: tuple[int, ...],
-    target: tuple[int, ...],
-    rank: int,
-    ranks: int,
-    group: str,
-) -> Tensor:
+def _relayout(x: Tensor, source: Shard, target: Shard, rank: int, ranks: int, group: str) -> Tensor:
     """All-to-all between two layouts of the same dimension."""
-    everyone = range(ranks)
+    dim, everyone = source.dim, range(ranks)
     sent = [_overlaps(source, rank, target, other, ranks) for other in everyone]
     received = [_overlaps(target, rank, source, other, ranks) for other in everyone]
     pieces = [x.narrow(dim, offset, size) for piece in sent for offset, size in piece]

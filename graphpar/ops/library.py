@@ -23,14 +23,18 @@ _SCHEMAS = {
     # A view: compilers never see the op, but the functional collectives and views inside.
     "convert": "convert(Tensor(a) x, str group) -> Tensor(a)",
     "all_reduce": "all_reduce(Tensor x, str dst, str group) -> Tensor",
-    "all_gather": "all_gather(Tensor x, int dim, int[] blocks, str dst, str group) -> Tensor",
-    "reduce_scatter": "reduce_scatter(Tensor x, int dim, int[] blocks, str group) -> Tensor",
+    "all_gather": (
+        "all_gather(Tensor x, int dim, int[] blocks, str dst, str group, int units=0) -> Tensor"
+    ),
+    "reduce_scatter": (
+        "reduce_scatter(Tensor x, int dim, int[] blocks, str group, int units=0) -> Tensor"
+    ),
     "all_to_all": (
         "all_to_all(Tensor x, int src_dim, int[] src_blocks, int dst_dim, int[] dst_blocks,"
-        " str group) -> Tensor"
+        " str group, int src_units=0, int dst_units=0) -> Tensor"
     ),
-    "shard": "shard(Tensor x, str src, int dim, int[] blocks, str group) -> Tensor",
-    "pad": "pad(Tensor x, int dim, int[] blocks, str group) -> Tensor",
+    "shard": "shard(Tensor x, str src, int dim, int[] blocks, str group, int units=0) -> Tensor",
+    "pad": "pad(Tensor x, int dim, int[] blocks, str group, int units=0) -> Tensor",
 }
 
 _library = torch.library.Library("graphpar", "DEF")
@@ -82,11 +86,12 @@ for _name, _schema in _SCHEMAS.items():
     _define(_name, _schema, KERNELS[_name])
 
 _library.define(
-    "dropout(Tensor x, float p, bool train, int dim, int[] blocks, str group) -> Tensor"
+    "dropout(Tensor x, float p, bool train, int dim, int[] blocks, str group, int units=0)"
+    " -> Tensor"
 )
 _library.impl("dropout", dropout, "CompositeImplicitAutograd")
 _library.define(
-    "dropout_mask(Tensor x, float p, int dim, int[] blocks, str group) -> Tensor",
+    "dropout_mask(Tensor x, float p, int dim, int[] blocks, str group, int units=0) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 _library.impl("dropout_mask", dropout_mask, "CompositeExplicitAutograd")
@@ -96,23 +101,23 @@ torch.library.register_fake("graphpar::dropout_mask", fake_dropout_mask, lib=_li
 _SHARDED_SCHEMAS = {
     "embedding": (
         "embedding(Tensor weight, Tensor indices, int padding_idx, bool scale_grad_by_freq,"
-        " bool sparse, int dim, int[] blocks, str group) -> Tensor"
+        " bool sparse, int dim, int[] blocks, str group, int units=0) -> Tensor"
     ),
     "gather": (
         "gather(Tensor x, int gather_dim, Tensor index, bool sparse_grad, int dim, int[] blocks,"
-        " str group) -> Tensor"
+        " str group, int units=0) -> Tensor"
     ),
     "log_softmax": (
         "log_softmax(Tensor x, int softmax_dim, ScalarType? dtype, int dim, int[] blocks,"
-        " str group) -> Tensor"
+        " str group, int units=0) -> Tensor"
     ),
     "cross_entropy": (
         "cross_entropy(Tensor x, Tensor target, Tensor? weight, int reduction, int ignore_index,"
-        " float label_smoothing, int dim, int[] blocks, str group) -> Tensor"
+        " float label_smoothing, int dim, int[] blocks, str group, int units=0) -> Tensor"
     ),
     "nll_loss": (
         "nll_loss(Tensor x, Tensor target, Tensor? weight, int reduction, int ignore_index,"
-        " int dim, int[] blocks, str group) -> Tensor"
+        " int dim, int[] blocks, str group, int units=0) -> Tensor"
     ),
 }
 
@@ -133,10 +138,10 @@ _library.define(
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 _library.define("call_seed(Tensor seed, int call) -> Tensor")
-_library.define(f"dropout_part({_PART}, int rank=0, int ranks=1) -> Tensor")
+_library.define(f"dropout_part({_PART}, int rank=0, int ranks=1, int units=0) -> Tensor")
 _library.define("dropout_bits(Tensor x, Tensor seed, float p, int number, int stream) -> Tensor")
-_library.define(f'seeded_dropout({_PART}, str group="") -> Tensor')
-_library.define(f'rank_dropout({_PART}, str group="") -> Tensor')
+_library.define(f'seeded_dropout({_PART}, str group="", int units=0) -> Tensor')
+_library.define(f'rank_dropout({_PART}, str group="", int units=0) -> Tensor')
 _library.impl("seeded_dropout", seeded.seeded_dropout, "CompositeImplicitAutograd")
 _library.impl("rank_dropout", seeded.rank_dropout, "CompositeImplicitAutograd")
 for _name, _kernel, _fake in (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpar.ops.kernels import intervals
+from graphpar.types import intervals
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -68,6 +68,7 @@ def keep_mask(
     blocks: Sequence[int] = (),
     rank: int = 0,
     ranks: int = 1,
+    units: int = 0,
 ) -> Tensor:
     """True with probability ``keep``, rounded to 16 bits, for one rank's part of a tensor.
 
@@ -76,8 +77,8 @@ def keep_mask(
     the halves of i div 8; the lower half of a word comes first.
 
     Args:
-        shape: that of the part. ``blocks`` lay out dimension ``dim`` of the whole tensor over
-            ``ranks``, of which this is ``rank``; without blocks the part is the whole.
+        shape: that of the part. ``blocks`` (and ``units``) lay out dimension ``dim`` of the whole
+            tensor over ``ranks``, of which this is ``rank``; without blocks the part is the whole.
         seed: the key, 64 bits. stream: two 32-bit numbers, different for each use of the seed.
     """
     if not blocks:
@@ -86,7 +87,7 @@ def keep_mask(
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     stride = sum(blocks) * inner
     pieces = []
-    for start, size in intervals(tuple(blocks), rank, ranks):
+    for start, size in intervals(tuple(blocks), rank, ranks, units):
         piece = _kept(outer, start * inner, stride, size * inner, keep, seed, stream, device)
         pieces.append(piece.reshape(*shape[:dim], size, *shape[dim + 1 :]))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from graphpar.errors import InternalError
 from graphpar.ops.sharded import SHARDED, Place, Reduction
-from graphpar.types import P, Shard, Type, convertible, cut, dual, join, letter
+from graphpar.types import (
+    P,
+    Shard,
+    Type,
+    convertible,
+    cut,
+    dual,
+    intervals,
+    join,
+    letter,
+    split_layout,
+)
 
 
 def redistribute(parts: Sequence[Tensor], source: Type, target: Type) -> list[Tensor]:
@@ -60,15 +71,21 @@ def _convert(parts: Sequence[Tensor], source: Type, target: Type) -> list[Tensor
 
 
 def _pad(part: Tensor, shard: Shard, rank: int, ranks: int) -> Tensor:
-    others = [part if r == rank else torch.zeros_like(part) for r in range(ranks)]
-    return join(others, shard)
+    shape = list(part.shape)
+    shape[shard.dim] = sum(shard.blocks)
+    whole, offset = part.new_zeros(shape), 0
+    for start, size in intervals(shard.blocks, rank, ranks, shard.units):
+        whole.narrow(shard.dim, start, size).copy_(part.narrow(shard.dim, offset, size))
+        offset += size
+    return whole
 
 
 def on_all_ranks(name: str, calls: Sequence[Sequence[Any]]) -> list[Tensor]:
     """An op of :mod:`graphpar.ops.sharded` on every rank; ``calls`` are the ranks' arguments."""
     steps = []
-    for rank, (*rest, dim, blocks, _) in enumerate(calls):
-        steps.append(SHARDED[name](Place(dim, tuple(blocks), rank, len(calls)), *rest))
+    for rank, args in enumerate(calls):
+        rest, layout, _ = split_layout(args)
+        steps.append(SHARDED[name](Place(layout, rank, len(calls)), *rest))
     given: list[Any] = [None] * len(calls)
     while True:
         asked, results = [], []

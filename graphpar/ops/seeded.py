@@ -37,9 +37,10 @@ def seeded_dropout(
     dim: int = 0,
     blocks: Sequence[int] = (),
     group: str = "",
+    units: int = 0,
 ) -> Tensor:
     rank, ranks = rank_and_size(group) if blocks else (0, 1)
-    return part_dropout(x, seed, p, number, dim, blocks, rank, ranks)
+    return part_dropout(x, seed, p, number, dim, blocks, rank, ranks, units)
 
 
 def part_dropout(
@@ -51,10 +52,11 @@ def part_dropout(
     blocks: Sequence[int] = (),
     rank: int = 0,
     ranks: int = 1,
+    units: int = 0,
 ) -> Tensor:
     """:func:`graphpar.ops.seeded_dropout` of a given rank."""
     return torch.ops.graphpar.dropout_part.default(  # type: ignore[no-any-return]
-        x, seed, p, number, dim, blocks, rank, ranks
+        x, seed, p, number, dim, blocks, rank, ranks, units
     )
 
 
@@ -67,12 +69,13 @@ def dropout_part(
     blocks: Sequence[int] = (),
     rank: int = 0,
     ranks: int = 1,
+    units: int = 0,
 ) -> Tensor:
     if x.numel() == 0:
         return x.clone()
     value, call = seed.tolist()
     stream = number, call
-    mask = keep_mask(x.shape, 1 - p, value, stream, x.device, dim, blocks, rank, ranks)
+    mask = keep_mask(x.shape, 1 - p, value, stream, x.device, dim, blocks, rank, ranks, units)
     return (x * mask).mul_(1 / (1 - p))
 
 
@@ -94,6 +97,7 @@ def rank_dropout(
     dim: int = 0,
     blocks: Sequence[int] = (),
     group: str = "",
+    units: int = 0,
 ) -> Tensor:
     return own_dropout(x, seed, p, number, rank_and_size(group)[0] if blocks else None)
 

@@ -24,8 +24,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graphpar.ops.kernels import intervals, plain_name, rank_and_size
-from graphpar.types import I, Invariant, R, Replicate
+from graphpar.ops.kernels import plain_name, rank_and_size
+from graphpar.types import I, Invariant, R, Replicate, Shard, intervals, split_layout
 
 aten = torch.ops.aten
 
@@ -35,19 +35,32 @@ Steps = Generator[tuple[Tensor, Reduction], Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rank, and how dimension ``dim`` of the first operand is laid out in ``blocks``."""
+    """The rank, and how the first operand is laid out."""
 
-    dim: int
-    blocks: tuple[int, ...]
+    layout: Shard
     rank: int
     ranks: int
+
+    @property
+    def dim(self) -> int:
+        return self.layout.dim
+
+    @property
+    def size(self) -> int:
+        """The size of the whole dimension."""
+        return sum(self.layout.blocks)
+
+    @property
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """(start in the whole dimension, size) of the pieces that this rank has."""
+        return intervals(self.layout.blocks, self.rank, self.ranks, self.layout.units)
 
     def positions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Where this rank holds each id (0 for those of others), and whether it does."""
         ids = ids.long()
         found, mine = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         offset = 0
-        for start, size in intervals(self.blocks, self.rank, self.ranks):
+        for start, size in self.held:
             here = (ids >= start) & (ids < start + size)
             found = torch.where(here, ids - (start - offset), found)
             mine = mine | here
@@ -57,7 +70,7 @@ class Place:
     def position(self, id: int) -> int:
         """Where this rank holds one id, which all ranks know; -1 if it does not."""
         offset = 0
-        for start, size in intervals(self.blocks, self.rank, self.ranks):
+        for start, size in self.held:
             if start <= id < start + size:
                 return offset + id - start
             offset += size
@@ -136,9 +149,9 @@ def cross_entropy(
         losses = losses * of_target
     if label_smoothing:
         all_logits = next(sums)
-        all_weights = sum(place.blocks) if weight is None else next(sums)
+        all_weights = place.size if weight is None else next(sums)
         smooth = log_total * all_weights - all_logits
-        share = label_smoothing / sum(place.blocks)
+        share = label_smoothing / place.size
         losses = (1 - label_smoothing) * losses + share * smooth
     return _reduced(losses, target != ignore_index, of_target, reduction).to(x.dtype)
 
@@ -211,9 +224,9 @@ ALL_REDUCES = {"log_softmax": (2, 1), "cross_entropy": (2, 0)}
 
 
 def on_group(name: str, args: Sequence[Any]) -> Tensor:
-    """Run this rank's part of an op; its last arguments are ``dim``, ``blocks`` and ``group``."""
-    *rest, dim, blocks, group = args
-    steps = SHARDED[name](Place(dim, tuple(blocks), *rank_and_size(group)), *rest)
+    """Run this rank's part of an op."""
+    rest, layout, group = split_layout(args)
+    steps = SHARDED[name](Place(layout, *rank_and_size(group)), *rest)
     try:
         x, kind = next(steps)
         while True:

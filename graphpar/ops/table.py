@@ -12,7 +12,7 @@ from graphpar.errors import InternalError
 from graphpar.types import I, P, R, Shard, Type, dual, letter
 
 # (source, target) → (op, arguments between the tensor and the group). "source" and "target" stand
-# for the dimension and blocks of that Shard, a letter for itself.
+# for the dimension and blocks of that Shard, whose units follow the group; a letter for itself.
 CONVERSION_OPS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("I", "R"): ("convert", ()),
     ("P", "I"): ("all_reduce", ("I",)),
@@ -38,11 +38,16 @@ def conversion(
         raise InternalError(f"no conversion from {source} to {target}")
     name, fields = row
     args: list[Any] = []
+    units: list[int] = []
     for field in fields:
         kind = {"source": source, "target": target}.get(field)
-        args += [kind.dim, kind.blocks] if isinstance(kind, Shard) else [field]
+        if isinstance(kind, Shard):
+            args += [kind.dim, kind.blocks]
+            units.append(kind.units)
+        else:
+            args.append(field)
     op: torch._ops.OpOverload = getattr(torch.ops.graphpar, name).default
-    return op, (*args, group)
+    return op, (*args, group, *(units if any(units) else ()))
 
 
 def is_conversion(op: object) -> bool:
@@ -57,11 +62,13 @@ def signature(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Type, Typ
     """
     for letters, fields in _rows(op.name()):
         values, match = list(args), True
+        units = iter(values[_group_place(fields) + 1 :])
         types = [_TYPES.get(name) for name in letters]
         for field in fields:
             if field in ("source", "target"):
                 dim, blocks = values.pop(0), values.pop(0)
-                types[field == "target"] = Shard(int(dim), tuple(map(int, blocks)))
+                kind = Shard(int(dim), tuple(map(int, blocks)), int(next(units, 0)))
+                types[field == "target"] = kind
             else:
                 match &= values.pop(0) == field
         source, target = types
@@ -74,9 +81,20 @@ def signature(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Type, Typ
 def gradient(
     op: torch._ops.OpOverload, args: tuple[Any, ...]
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
-    """The conversion that carries the gradient of ``op(x, *args)``; the group is ``args[-1]``."""
+    """The conversion that carries the gradient of ``op(x, *args)``."""
     source, target = signature(op, args)
-    return conversion(dual(target), dual(source), args[-1])
+    return conversion(dual(target), dual(source), group_of(op, args))
+
+
+def group_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> str:
+    """The group among a conversion's arguments after the tensor."""
+    _, fields = _rows(op.name())[0]
+    group: str = args[_group_place(fields)]
+    return group
+
+
+def _group_place(fields: tuple[str, ...]) -> int:
+    return sum(2 if field in ("source", "target") else 1 for field in fields)
 
 
 def _rows(name: str) -> list[tuple[tuple[str, str], tuple[str, ...]]]:

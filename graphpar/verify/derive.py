@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpar.axes import match_blocks
+from graphpar.axes import OpAxes, match_blocks
 from graphpar.ops import is_conversion, signature
+from graphpar.ops.table import group_of
 from graphpar.passes.rules import op_axes, shard_strategy
 from graphpar.program import (
     MESH_DIM,
@@ -23,7 +24,7 @@ from graphpar.program import (
     result_types,
     tensor_spec,
 )
-from graphpar.types import I, P, R, Shard, Type, convertible, divides, letter
+from graphpar.types import I, P, R, Shard, Type, convertible, fits, letter, split_layout
 from graphpar.verify.node import SEEDED, SEEDS, failure, operand_types
 
 
@@ -66,15 +67,6 @@ def _valid(program: Program, node: fx.Node) -> Type:
     return kind
 
 
-def fits(kind: Shard, shape: tuple[int, ...], ranks: int) -> bool:
-    return (
-        0 <= kind.dim < len(shape)
-        and sum(kind.blocks) == shape[kind.dim]
-        and min(kind.blocks, default=0) > 0
-        and divides(kind, ranks)
-    )
-
-
 def _state(program: Program, block: str, node: fx.Node) -> Type:
     kind = _valid(program, node)
     for name in program.state_names(block, node):
@@ -98,8 +90,9 @@ def _conversion(program: Program, node: fx.Node) -> Type:
     assert isinstance(value, fx.Node)
     assert isinstance(node.target, torch._ops.OpOverload)
     source, target = signature(node.target, args)
-    if args[-1] != MESH_DIM:
-        raise failure(node, f"{args[-1]!r} is no mesh dimension of the program")
+    group = group_of(node.target, args)
+    if group != MESH_DIM:
+        raise failure(node, f"{group!r} is no mesh dimension of the program")
     if info(value).type != source:
         raise failure(
             node, f"{node.name} converts {source}, but {value.name} is {info(value).type}"
@@ -113,9 +106,7 @@ def _conversion(program: Program, node: fx.Node) -> Type:
 
 
 def _dropout(node: fx.Node) -> Type:
-    x, _, _, dim, blocks, group = node.args
-    assert isinstance(x, fx.Node)
-    kind = Shard(int(dim), tuple(blocks))  # type: ignore[arg-type]
+    (x, _, _), kind, group = split_layout(node.args)
     if info(x).type != kind or group != MESH_DIM:
         raise failure(node, f"{x.name} is {info(x).type}, its dropout wants {kind}")
     return kind
@@ -130,8 +121,8 @@ def _seeded(node: fx.Node) -> Type:
         raise failure(node, f"{seed.name} is {info(seed).type}: every rank needs the same seed")
     kind = info(x).type
     if place:
-        dim, blocks, group = place
-        fitting = kind == Shard(int(dim), tuple(blocks)) and group == MESH_DIM  # type: ignore[arg-type]
+        _, layout, group = split_layout(place)
+        fitting = kind == layout and group == MESH_DIM
     else:
         fitting = kind in (I, R)
     if not fitting:
@@ -155,7 +146,7 @@ def derive_types(node: fx.Node, ranks: int) -> tuple[Type, ...]:
         if "S" in letters or through not in op.partial:
             raise failure(node, f"{node.target} is not linear in Partial operands: {listed(kinds)}")
         return (P,) * len(op.results)
-    return _sharded(node, op, _cuts(node, dict(enumerate(kinds)), op.operands, ranks), ranks)
+    return _sharded(node, op, dict(enumerate(kinds)), op.operands, ranks)
 
 
 def _unsharded(node: fx.Node, kinds: list[Any], op: Any, ranks: int) -> tuple[Type, ...]:
@@ -163,7 +154,7 @@ def _unsharded(node: fx.Node, kinds: list[Any], op: Any, ranks: int) -> tuple[Ty
     places = {i: k for i, k in enumerate(results) if isinstance(k, Shard)}
     if places and I not in kinds:
         # A new axis, such as expand makes, may be sharded though no operand has it.
-        return _sharded(node, op, _cuts(node, places, op.results, ranks), ranks)
+        return _sharded(node, op, places, op.results, ranks)
     if not kinds:
         kind = R if R in results else I
     else:
@@ -171,26 +162,24 @@ def _unsharded(node: fx.Node, kinds: list[Any], op: Any, ranks: int) -> tuple[Ty
     return (kind,) * len(op.results)
 
 
-def _cuts(
-    node: fx.Node, kinds: Mapping[int, Type], dims: Any, ranks: int
-) -> dict[Any, tuple[int, ...]]:
+def _sharded(
+    node: fx.Node, op: OpAxes, kinds: Mapping[int, Type], dims: Any, ranks: int
+) -> tuple[Type, ...]:
+    """The results' types if the values of ``dims`` at these places are of these types."""
+    shards = {place: kind for place, kind in kinds.items() if isinstance(kind, Shard)}
+    units = max(kind.units for kind in shards.values())
     cuts: dict[Any, tuple[int, ...]] = {}
-    for place, kind in kinds.items():
-        if isinstance(kind, Shard):
-            found = match_blocks(dims[place][kind.dim], kind.blocks, ranks)
-            if found is None or any(cuts.get(a, b) != b for a, b in found.items()):
-                raise failure(node, f"{node.target} cannot run on {kind}")
-            cuts |= found
-    return cuts
-
-
-def _sharded(node: fx.Node, op: Any, cuts: Any, ranks: int) -> tuple[Type, ...]:
-    strategy = shard_strategy(op, cuts, ranks)
+    for place, kind in shards.items():
+        found = match_blocks(dims[place][kind.dim], kind.blocks, units or ranks)
+        if kind.units != units or not found or any(cuts.get(a, b) != b for a, b in found.items()):
+            raise failure(node, f"{node.target} cannot run on {kind}")
+        cuts |= found
+    strategy = shard_strategy(op, cuts, ranks, units)
     if strategy is None:
         raise failure(node, f"{node.target} needs an axis whole that is sharded")
-    kinds = operand_types(node)
-    if list(strategy.operands) != kinds:
-        raise failure(node, f"operands are {listed(kinds)}, not {listed(strategy.operands)}")
+    given = operand_types(node)
+    if list(strategy.operands) != given:
+        raise failure(node, f"operands are {listed(given)}, not {listed(strategy.operands)}")
     return strategy.results
 
 

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphpar.passes.rules import is_form, whole_op
-from graphpar.program import Program, TensorSpec, info, tensor_spec
-from graphpar.types import I, local_shape
-from graphpar.verify.node import SEEDS, failure, is_graphpar, is_op, per_node
+from graphpar.program import Program, TensorSpec, info, of_rank, result_types, tensor_spec
+from graphpar.types import I, Shard, local_shape
+from graphpar.verify.node import SEEDS, failure, is_graphpar, is_op, operand_types, per_node
 
 SEED_SPEC = TensorSpec((2,), torch.int64, torch.device("cpu"))
 
@@ -36,14 +36,18 @@ def check_shapes(program: Program, block: str, node: fx.Node) -> None:
 
 @per_node
 def check_local_shapes(program: Program, block: str, node: fx.Node) -> None:
-    """So it does on the shapes of one rank."""
-    if is_op(node):
-        _compare_shapes(node, (node.args, node.kwargs), program.ranks)
+    """So it does on the shapes of one rank: of each where they are not the same."""
+    if not is_op(node):
+        return
+    kinds = (*operand_types(node), *result_types(node))
+    uneven = any(isinstance(kind, Shard) and kind.units for kind in kinds)
+    for rank in range(program.ranks if uneven else 1):
+        _compare_shapes(node, of_rank((node.args, node.kwargs), rank), program.ranks, rank)
 
 
-def _compare_shapes(node: fx.Node, call: Any, ranks: int) -> None:
+def _compare_shapes(node: fx.Node, call: Any, ranks: int, rank: int = 0) -> None:
     def local(spec: TensorSpec, kind: Any) -> Any:
-        return replace(spec, shape=local_shape(spec.shape, kind or I, ranks))
+        return replace(spec, shape=local_shape(spec.shape, kind or I, rank, ranks))
 
     args, kwargs = fx.node.map_arg(call, lambda n: local(tensor_spec(n), info(n).type))
     spec, kind = info(node).spec, info(node).type

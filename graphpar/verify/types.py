@@ -11,15 +11,15 @@ from torch import fx
 from graphpar.errors import VerifyError
 from graphpar.passes.rules import is_form, local_call, op_axes, tensor_arguments
 from graphpar.program import Program, flat_nodes, info, outputs, result_types, tensor_spec
-from graphpar.types import I, P, R, Shard
-from graphpar.verify.derive import derive_type, fits, listed, may_cross
+from graphpar.types import I, P, R, Shard, fits
+from graphpar.verify.derive import derive_type, listed, may_cross
 from graphpar.verify.node import failure, is_op, operand_types, per_node
 
 aten = torch.ops.aten
 
 
 def check_state(program: Program) -> None:
-    """Parameters are Invariant or cut into equal blocks, as a DTensor is; the rest is whole.
+    """Parameters are Invariant or cut; the rest is whole.
 
     A parameter without a gradient may get one later, so it is not Replicate.
     """
@@ -28,7 +28,7 @@ def check_state(program: Program) -> None:
         if state.kind != "parameter":
             legal = may_cross(kind, spec)
         elif isinstance(kind, Shard):
-            legal = len(set(kind.blocks)) == 1 and fits(kind, spec.shape, program.ranks)
+            legal = fits(kind, spec.shape, program.ranks)
         else:
             legal = kind == I
         if not legal:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from graphpar.cost import CostModel
 from graphpar.errors import GraphparWarning
 from graphpar.passes.annotate.candidates import find_candidates
 from graphpar.passes.annotate.gathers import forced_gathers
 from graphpar.passes.annotate.model import Model
+from graphpar.passes.annotate.waste import replicated_products, uneven_axes
 from graphpar.program import Program, copy_program, info
 from graphpar.types import Type
 
@@ -28,6 +30,14 @@ class AnnotatePartitions:
     state_types: Mapping[str, Type] | None = None
 
 
+def _waste(program: Program, model: Model, ranks: int) -> dict[str, Any]:
+    uneven = uneven_axes(program, model.flops, ranks)
+    replicated = replicated_products(program, model.flops, ranks)
+    wasted = sum(u.flops for u in uneven) + sum(r.flops for r in replicated)
+    share = wasted / (model.total + wasted) if wasted else 0.0
+    return {"uneven": uneven, "replicated": replicated, "wasted": share}
+
+
 def annotate_partitions(program: Program, options: AnnotatePartitions) -> Program:
     """Decide a type for every value and what type every op needs of its operands.
 
@@ -37,15 +47,17 @@ def annotate_partitions(program: Program, options: AnnotatePartitions) -> Progra
     along the sequence (else the batch) with ``sp``, and Invariant without.
 
     Needs: named axes. Ensures: ``Info.type`` on every value, ``Info.operands`` on every op and
-    call. ``Program.report["partition"]`` has objective, bound and seconds. Numerics: bitwise.
+    call. ``Program.report["partition"]`` has objective, bound and seconds, the axes that are cut
+    unevenly, the products that all ranks do whole, and what share of all ranks' work in products
+    is wasted by the two. Numerics: bitwise.
     """
     program = copy_program(program)
     candidates = find_candidates(program, options.tp, sp=options.sp)
     model = Model(program, candidates, options.tp, options.cost, options.state_types or {})
-    report = model.solve()
+    report = model.solve() | _waste(program, model, options.tp)
     if not model.sharded:
         warnings.warn(
-            f"nothing was sharded: tp={options.tp} divides no axis that may be cut; legal: "
+            f"nothing was sharded: no axis that may be cut has tp={options.tp} elements; legal: "
             f"{candidates.legal}",
             GraphparWarning,
             stacklevel=2,

@@ -122,10 +122,17 @@ def find_candidates(program: Program, ranks: int, *, sp: bool) -> Candidates:
     hidden = (stream | floating) & weights
     stuck = {a for n in program.call_nodes() for a in _whole(n)}
     everything = {a for _, graph in program.graphs() for a in _all_axes(graph)}
-    free = {a for a in everything - hidden - stuck if a.size % ranks == 0}
-    along = {n: _token_axis(n, tokens & free, mixed) if sp else None for n in residual}
+    free = {a for a in everything - hidden - stuck if a.size >= ranks}
+    # Equal parts of a batch rather than unequal ones of a sequence.
+    even = {a for a in tokens & free if a.size % ranks == 0}
+    along = {
+        n: (_token_axis(n, even, mixed) or _token_axis(n, tokens & free, mixed)) if sp else None
+        for n in residual
+    }
     usable = (
-        set(along.values()) - {None} if along else set(_preferred(inputs, tokens & free, mixed))
+        set(along.values()) - {None}
+        if along
+        else set(_preferred(inputs, even, mixed) or _preferred(inputs, tokens & free, mixed))
     )
     return Candidates(
         features=frozenset(free - tokens),
@@ -160,7 +167,7 @@ def _token_axis(node: fx.Node, free: set[Axis], mixed: set[Axis]) -> Axis | None
     return next((a for a in own if a in mixed), own[-1] if own else None)
 
 
-def _preferred(inputs: list[fx.Node], free: set[Axis], mixed: set[Axis]) -> Iterable[Axis]:
+def _preferred(inputs: list[fx.Node], free: set[Axis], mixed: set[Axis]) -> set[Axis]:
     """Without blocks: sequences, or else each input's last token axis."""
     own = [[a for a in axes_in(_dims(n)) if a in free] for n in inputs]
     sequences = {a for axes in own for a in axes if a in mixed}
@@ -170,5 +177,4 @@ def _preferred(inputs: list[fx.Node], free: set[Axis], mixed: set[Axis]) -> Iter
 def _legal(axes: Iterable[Axis]) -> str:
     sizes = {a.size for a in axes}
     top = max(sizes, default=1)
-    values = [n for n in range(1, min(top, 64) + 1) if any(size % n == 0 for size in sizes)]
-    return ", ".join(map(str, values)) or "1"
+    return f"1 to {top}"

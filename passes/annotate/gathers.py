@@ -39,4 +39,4 @@ def _cut_axes(node: fx.Node, ranks: int) -> set[Axis]:
     if node.op == "get_attr" or not isinstance(kind, Shard) or dims is None:
         return set()
     whole: Dims = dims  # type: ignore[assignment]
-    return set(match_blocks(whole[kind.dim], kind.blocks, ranks) or ())
+    return set(match_blocks(whole[kind.dim], kind.blocks, kind.units or ranks) or ())

@@ -45,7 +45,7 @@ from graphpar.program import (
     placeholders,
     tensor_spec,
 )
-from graphpar.types import I, P, R, Shard, Type, convertible
+from graphpar.types import I, P, R, Shard, Type, convertible, units_for
 
 MUST_SHARD_SHARE = 1e-3
 _PER_CONVERSION_US = 1e-3
@@ -158,7 +158,7 @@ class Model:
         op = OpAxes((), (dims,))  # type: ignore[arg-type]
         found = []
         for axis in sorted(set(axes_in(dims)) & axes, key=lambda a: a.id):  # type: ignore[arg-type]
-            strategy = shard_strategy(op, {axis: (axis.size,)}, self.ranks)
+            strategy = self._along(op, axis)
             if strategy is not None and isinstance(strategy.results[0], Shard):
                 found.append(strategy.results[0])
         return found
@@ -174,8 +174,7 @@ class Model:
         state = self.program.state[name]
         types: list[Type] = [I]
         if state.kind == "parameter":
-            shards = self._shards(node, self.candidates.features)
-            types += [s for s in shards if len(set(s.blocks)) == 1]
+            types += self._shards(node, self.candidates.features)
         elif not state.spec.differentiable:
             types.append(R)
         if name in self.state_types:
@@ -254,11 +253,13 @@ class Model:
         return set(taken & self.candidates.weights & self.candidates.features)
 
     def _sharded(self, op: OpAxes, operands: list[fx.Node], axes: Iterable[Axis]) -> list[Strategy]:
-        found = [
-            shard_strategy(op, {axis: (axis.size,)}, self.ranks)
-            for axis in sorted(axes, key=lambda a: a.id)
-        ]
+        found = [self._along(op, axis) for axis in sorted(axes, key=lambda a: a.id)]
         return list(dict.fromkeys(s for s in found if s and consistent(s, operands)))
+
+    def _along(self, op: OpAxes, axis: Axis) -> Strategy | None:
+        """The op with one axis cut, as evenly as can be."""
+        units = units_for(axis.size, self.ranks)
+        return shard_strategy(op, {axis: (axis.size,)}, self.ranks, units)
 
     def _block_of(self, node: fx.Node) -> str:
         return next(name for name, graph in self.program.graphs() if graph is node.graph)

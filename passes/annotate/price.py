@@ -12,7 +12,7 @@ from graphpar.cost import CostModel, is_contraction
 from graphpar.ops.sharded import ALL_REDUCES
 from graphpar.passes.rules import FORMS, Strategy, tensor_arguments
 from graphpar.program import TensorSpec, info, tensor_spec
-from graphpar.types import Shard, letter
+from graphpar.types import R, Shard, Type, largest_share, letter
 
 aten = torch.ops.aten
 CONVOLUTIONS = {
@@ -40,13 +40,18 @@ def strategy_us(
         [*strategy.operands, *strategy.results],
         strict=True,
     )
-    nbytes = sum(s.nbytes // (ranks if isinstance(t, Shard) else 1) for s, t in pairs)
-    cut = any(isinstance(t, Shard) for t in (*strategy.operands, *strategy.results))
-    us = cost.op_us(flops // (ranks if cut else 1), nbytes)
+    nbytes = sum(s.nbytes * part_of(t, ranks) for s, t in pairs)
+    part = min(part_of(t, ranks) for t in (*strategy.operands, *strategy.results, R))
+    us = cost.op_us(round(part * flops), round(nbytes))
     us += _reduction_us(node, operands, strategy, cost, ranks)
     if any(letter(t) == "R" for t in strategy.results):
         us += _PREFER_INVARIANT_US
     return us
+
+
+def part_of(kind: Type, ranks: int) -> float:
+    """The share of a value that the rank with the most holds."""
+    return largest_share(kind, ranks) if isinstance(kind, Shard) else 1.0
 
 
 def _reduction_us(

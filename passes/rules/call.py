@@ -66,7 +66,8 @@ class OpRule:
     unless it is ``contracted`` or ``reduced``, and one that only results have (a concatenation of
     operands is one) unless it is among ``made``, the axes that the op can make in parts. ``own``
     are the dimensions of the first operand along which shards need the op's own form
-    (:mod:`graphpar.passes.rules.forms`). ``local`` gives the local value of size arguments by name.
+    (:mod:`graphpar.passes.rules.forms`). Parts of sharded dimensions must have a ``multiple`` of
+    so many elements. ``local`` gives the local value of size arguments by name.
     """
 
     results: list[TermDims]
@@ -77,6 +78,7 @@ class OpRule:
     made: TermDim = field(default_factory=list)
     partial: Sequence[set[int]] = ()
     average: bool = False
+    multiple: int = 1
     local: dict[str, LocalArgument] = field(default_factory=dict)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from graphpar.axes import fresh, unify
 from graphpar.passes.rules.call import Call, OpRule, tie
 from graphpar.passes.rules.einsum import einsum, from_equation, new_axis, whole_terms
-from graphpar.types import Shard
 
 
 def linear(call: Call) -> OpRule:
@@ -38,12 +37,14 @@ def vdot(call: Call) -> OpRule | None:
 
 
 def grouped_mm(call: Call) -> OpRule | None:
-    """Rows sorted by group, each group times its own matrix: rows and groups are whole."""
+    """Rows sorted by group, each group times its own matrix: rows and groups are whole. The kernel
+    wants rows of multiples of 16 bytes."""
     x, weight, ends = call.operands[0], call.operands[1], call.get("offs")
     if ends is None or call.get("bias") is not None or len(x.shape) != 2 or len(weight.shape) != 3:
         return None
     rule = einsum(call, "[s] k, [e] k n, [e] -> s n", [x, weight, ends])
     rule.partial = [{x.index}, {weight.index}]
+    rule.multiple = 16 // x.spec.dtype.itemsize
     return rule
 
 
@@ -214,8 +215,3 @@ def _token_losses(call: Call) -> OpRule | None:
     if call["reduction"] == 1:
         return OpRule([[]], whole=[*whole, *whole_terms(tokens)], own=[classes])
     return OpRule([[]], whole=whole, contracted=whole_terms(tokens), own=[classes])
-
-
-def sharded_dropout(kind: Shard) -> tuple[int, list[int]]:
-    """The layout arguments of ``graphpar::dropout`` for an operand of type ``kind``."""
-    return kind.dim, list(kind.blocks)

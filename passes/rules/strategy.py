@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphpar.axes import Axis, Blocks, Dims, OpAxes, Unshardable, blocks_under
-from graphpar.types import I, P, R, Shard, Type
+from graphpar.types import I, P, R, Shard, Type, local_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ def uniform(op: OpAxes, kind: Type) -> Strategy:
     return Strategy((kind,) * len(op.operands), (kind,) * len(op.results))
 
 
-def sharding(dims: Dims, cuts: Mapping[Axis, Blocks]) -> Shard | None:
+def sharding(dims: Dims, cuts: Mapping[Axis, Blocks], units: int = 0) -> Shard | None:
     """The Shard of a tensor whose axes are cut as given; ``None`` if it has none of them."""
     found: Shard | None = None
     for index, dim in enumerate(dims):
@@ -30,19 +30,22 @@ def sharding(dims: Dims, cuts: Mapping[Axis, Blocks]) -> Shard | None:
         if blocks is not None:
             if found is not None:
                 raise Unshardable
-            found = Shard(index, blocks, "·".join(map(str, cuts)))
+            found = Shard(index, blocks, units, axis="·".join(map(str, cuts)))
     return found
 
 
-def shard_strategy(op: OpAxes, cuts: Mapping[Axis, Blocks], ranks: int) -> Strategy | None:
+def shard_strategy(
+    op: OpAxes, cuts: Mapping[Axis, Blocks], ranks: int, units: int = 0
+) -> Strategy | None:
     """The local execution of the op with some axes cut; ``None`` where that is not legal.
 
+    ``units`` as in :class:`graphpar.types.Shard`.
     Operands without a cut axis are Replicate. A result without a cut axis is Partial if a cut
     axis was contracted, Invariant if the op reduced over it by itself.
     """
     if op.opaque or not op.whole.isdisjoint(cuts):
         return None
-    if any(size % ranks for blocks in cuts.values() for size in blocks):
+    if any(size % (units or ranks) for blocks in cuts.values() for size in blocks):
         return None
     rest: Type | None = None
     if not op.contracted.isdisjoint(cuts):
@@ -50,14 +53,22 @@ def shard_strategy(op: OpAxes, cuts: Mapping[Axis, Blocks], ranks: int) -> Strat
     elif not op.reduced.isdisjoint(cuts):
         rest = I
     try:
-        operands = tuple(sharding(dims, cuts) or R for dims in op.operands)
-        results = tuple(sharding(dims, cuts) or rest for dims in op.results)
+        operands = tuple(sharding(dims, cuts, units) or R for dims in op.operands)
+        results = tuple(sharding(dims, cuts, units) or rest for dims in op.results)
     except Unshardable:
+        return None
+    if any(not _aligned(kind, op.multiple, ranks) for kind in (*operands, *results)):
         return None
     # A sum over one cut axis in a result that is cut along another would be lost.
     if None in results or (rest == P and any(r != P for r in results)):
         return None
     return Strategy(operands, tuple(r for r in results if r is not None))
+
+
+def _aligned(kind: Type | None, multiple: int, ranks: int) -> bool:
+    if multiple == 1 or not isinstance(kind, Shard):
+        return True
+    return all(local_size(kind, rank, ranks) % multiple == 0 for rank in range(ranks))
 
 
 def partial_strategies(op: OpAxes) -> list[Strategy]:

@@ -14,8 +14,8 @@ from graphpar.passes.rules import indexing, nn, parts, pointwise, reductions, sp
 from graphpar.passes.rules.call import Call, OpRule, Rule, call_of
 from graphpar.passes.rules.einsum import einsum, whole_terms
 from graphpar.passes.rules.forms import form_of, whole_op
-from graphpar.program import MESH_DIM, info, tensor_spec
-from graphpar.types import Shard, Type, local_shape
+from graphpar.program import MESH_DIM, info, per_rank, tensor_spec
+from graphpar.types import Shard, Type, layout_arguments, local_shape
 
 aten = torch.ops.aten
 
@@ -289,6 +289,7 @@ def freeze(freezer: Freezer, call: Call, rule: OpRule | None) -> OpAxes:
         reduced=freezer.all_axes(rule.reduced) - whole,
         partial=tuple(frozenset(p) for p in rule.partial if _keeps_addends(call, p)),
         average=rule.average,
+        multiple=rule.multiple,
     )
 
 
@@ -331,13 +332,17 @@ def local_call(
     kind = operands[0] if operands else None
     if isinstance(kind, Shard) and kind.dim in rule.own:
         every = _all_arguments(target, args, kwargs)
-        return form_of(target), (*every, kind.dim, kind.blocks, MESH_DIM), {}
-    inputs = [local_shape(o.shape, t, ranks) for o, t in zip(call.operands, operands, strict=True)]
-    outs = [local_shape(r.shape, t, ranks) for r, t in zip(call.results, results, strict=True)]
+        return form_of(target), (*every, *layout_arguments(kind, MESH_DIM)), {}
+    shapes = []
+    for rank in range(ranks):
+        inputs = zip(call.operands, operands, strict=True)
+        outs = zip(call.results, results, strict=True)
+        own = [[local_shape(v.shape, t, rank, ranks) for v, t in side] for side in (inputs, outs)]
+        shapes.append(own)
     new_args, new_kwargs = list(args), dict(kwargs)
     for position, argument in enumerate(target._schema.arguments):
         if argument.name in rule.local:
-            value = rule.local[argument.name](inputs, outs)
+            value = per_rank([rule.local[argument.name](*own) for own in shapes])
             if position < len(new_args):
                 new_args[position] = value
             else:

@@ -44,7 +44,7 @@ ready = Declared()
 
 
 def odd() -> Call:
-    """No size that two ranks could share."""
+    """No size that eight ranks could share."""
     return nn.Linear(3, 5), (torch.randn(7, 3),), {}
 
 

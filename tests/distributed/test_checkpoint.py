@@ -21,7 +21,7 @@ from graphpar.errors import CheckpointError
 from tests import zoo
 from tests.distributed.harness import run_processes
 
-NAMES = ("gpt2",)
+NAMES = ("gpt2", "odd")
 LR = 1e-2
 
 

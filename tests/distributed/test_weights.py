@@ -19,7 +19,7 @@ from tests import zoo
 from tests.distributed.harness import run_processes
 from tests.zoo.precise import float64_inside
 
-NAMES = ("gpt2", "llama")
+NAMES = ("gpt2", "llama", "odd")
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:

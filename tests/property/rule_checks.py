@@ -7,6 +7,7 @@ gradients by the duals of the operands' types.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -33,8 +34,8 @@ from graphpar.passes.rules import (
     partial_strategies,
     shard_strategy,
 )
-from graphpar.program import Info, Spec, set_info, spec_of
-from graphpar.types import I, P, R, Shard, Type, cut, dual, join, local_shape
+from graphpar.program import Info, Spec, of_rank, set_info, spec_of
+from graphpar.types import I, P, R, Shard, Type, cut, dual, join, local_shape, share, units_for
 from tests.property.pick import Pick
 
 RANKS = (2, 3, 4)
@@ -154,7 +155,8 @@ def strategies(op: OpAxes, ranks: int) -> Iterator[tuple[dict[Axis, Blocks], Str
     """Every strategy that the rule allows, each once, with a cut that gives it."""
     seen: set[Strategy] = set()
     for cuts in all_cuts([*op.operands, *op.results]):
-        strategy = shard_strategy(op, cuts, ranks)
+        units = units_for(math.gcd(*(size for blocks in cuts.values() for size in blocks)), ranks)
+        strategy = shard_strategy(op, cuts, ranks, units) if units == 0 or units > ranks else None
         if strategy is not None and strategy not in seen:
             seen.add(strategy)
             yield cuts, strategy
@@ -167,13 +169,14 @@ def derived(op: OpAxes, strategy: Strategy, ranks: int) -> Strategy | None:
     if not any(isinstance(kind, Shard) for _, kind in types):
         types = [*zip(op.results, strategy.results, strict=True)]
     cuts: dict[Axis, Blocks] = {}
+    units = max((kind.units for _, kind in types if isinstance(kind, Shard)), default=0)
     for dims, kind in types:
         if isinstance(kind, Shard):
-            found = match_blocks(dims[kind.dim], kind.blocks, ranks)
+            found = match_blocks(dims[kind.dim], kind.blocks, units or ranks)
             if found is None or any(cuts.get(a, b) != b for a, b in found.items()):
                 return None
             cuts |= found
-    return shard_strategy(op, cuts, ranks)
+    return shard_strategy(op, cuts, ranks, units)
 
 
 def axes_in(op: OpAxes) -> set[Axis]:
@@ -186,8 +189,8 @@ def show(strategy: Strategy) -> str:
     def one(kind: Type) -> str:
         if not isinstance(kind, Shard):
             return str(kind)[0]
-        several = len(kind.blocks) > 1
-        return f"S{kind.dim}" + ("({})".format(",".join(map(str, kind.blocks))) if several else "")
+        blocks = f"({','.join(map(str, kind.blocks))})" if len(kind.blocks) > 1 else ""
+        return f"S{kind.dim}{blocks}" + (f"/{kind.units}" if kind.units else "")
 
     return " -> ".join(" ".join(map(one, t)) for t in (strategy.operands, strategy.results))
 
@@ -286,6 +289,12 @@ class Checker:
             for y, mine in zip(results, leaves, strict=True)
         ]
 
+    @staticmethod
+    def _share(strategy: Strategy, rank: int, ranks: int) -> float:
+        """The rank's part of what is averaged."""
+        units = next(kind.units for kind in strategy.operands if isinstance(kind, Shard))
+        return share(units, rank, ranks)[1] / (units or ranks)
+
     def split(self, value: Tensor, kind: Type, ranks: int) -> list[Tensor]:
         """What each rank holds of a value."""
         if isinstance(kind, Shard):
@@ -313,16 +322,16 @@ class Checker:
             runs = self._run_form(target, args, list(columns), cotangents[0])
         for rank in range(ranks if not runs else 0):
             averaged = self.op.average and not passes_partial and P in strategy.results
-            scale = 1 / ranks if averaged else 1
+            scale = self._share(strategy, rank, ranks) if averaged else 1
             mine = [g[rank] * scale if averaged else g[rank] for g in cotangents]
-            run = self._run(args, kwargs, [x[rank] for x in operands], mine)
+            own_args, own_kwargs = of_rank((args, kwargs), rank)
+            run = self._run(own_args, own_kwargs, [x[rank] for x in operands], mine)
             runs.append(Run([y * scale if averaged else y for y in run.results], run.gradients))
         for i, (kind, whole) in enumerate(zip(strategy.results, self.whole.results, strict=True)):
             parts = [run.results[i] for run in runs]
-            expected_shape = local_shape(whole.shape, kind, ranks)
-            assert all(p.shape == expected_shape for p in parts), (
-                f"result {i} is {tuple(parts[0].shape)} on a rank, not {expected_shape}"
-            )
+            shapes = [local_shape(whole.shape, kind, rank, ranks) for rank in range(ranks)]
+            found_shapes = [tuple(part.shape) for part in parts]
+            assert found_shapes == shapes, f"result {i} is {found_shapes} on ranks, not {shapes}"
             assert self._joined_equals(parts, kind, whole), f"result {i} is wrong"
         for i, (kind, grad) in enumerate(zip(strategy.operands, self.whole.gradients, strict=True)):
             if grad is not None:

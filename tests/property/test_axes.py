@@ -24,7 +24,20 @@ from graphpar.axes import (
     size_of,
     unify,
 )
-from graphpar.types import CONVERSIONS, I, P, R, Shard, Type, cut, divides, dual, join, local_shape
+from graphpar.types import (
+    CONVERSIONS,
+    I,
+    P,
+    R,
+    Shard,
+    Type,
+    cut,
+    dual,
+    fits,
+    intervals,
+    join,
+    local_shape,
+)
 from tests.property.pick import Pick, structure
 from tests.property.rule_checks import RANKS, cuts_of
 
@@ -33,13 +46,14 @@ from tests.property.rule_checks import RANKS, cuts_of
 
 def random_shard(pick: Pick, ranks: int) -> tuple[Shard, list[int]]:
     """A layout, and the shape of a tensor that has it."""
-    blocks = tuple(ranks * pick.number(1, 4) for _ in range(pick.number(1, 4)))
+    units = pick.one([0, 0, ranks + 1, 2 * ranks + 1])
+    blocks = tuple((units or ranks) * pick.number(1, 4) for _ in range(pick.number(1, 4)))
     if pick.flag():
         blocks = (blocks[0],) * len(blocks)
     shape = pick.shape(1, 3)
     dim = pick.number(0, len(shape) - 1)
     shape[dim] = sum(blocks)
-    return Shard(dim, blocks), shape
+    return Shard(dim, blocks, units if ranks > 1 else 0), shape
 
 
 @given(data=st.data())
@@ -49,8 +63,9 @@ def test_join_undoes_cut(data: st.DataObject) -> None:
     shard, shape = random_shard(pick, ranks)
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     parts = [cut(x, shard, rank, ranks) for rank in range(ranks)]
-    assert divides(shard, ranks)
-    assert all(part.shape == local_shape(shape, shard, ranks) for part in parts)
+    assert fits(shard, shape, ranks)
+    shapes = [local_shape(shape, shard, rank, ranks) for rank in range(ranks)]
+    assert [tuple(part.shape) for part in parts] == shapes
     assert torch.equal(join(parts, shard), x)
 
 
@@ -60,14 +75,22 @@ def test_a_rank_holds_its_part_of_every_block(data: st.DataObject) -> None:
     ranks = pick.one(RANKS)
     shard, _ = random_shard(pick, ranks)
     offsets = [sum(shard.blocks[:i]) for i in range(len(shard.blocks))]
-    x, shard = torch.arange(sum(shard.blocks)), Shard(0, shard.blocks)
+    x, shard = torch.arange(sum(shard.blocks)), Shard(0, shard.blocks, shard.units)
     for rank in range(ranks):
         expected = [
-            i
+            offset + i
             for offset, size in zip(offsets, shard.blocks, strict=True)
-            for i in range(offset + rank * size // ranks, offset + (rank + 1) * size // ranks)
+            for i in _part(size, shard.units, rank, ranks)
         ]
         assert cut(x, shard, rank, ranks).tolist() == expected
+        pieces = intervals(shard.blocks, rank, ranks, shard.units)
+        assert [i for start, size in pieces for i in range(start, start + size)] == expected
+
+
+def _part(size: int, units: int, rank: int, ranks: int) -> list[int]:
+    """What a rank holds of one block, as ``tensor_split`` deals its units."""
+    dealt = torch.arange(size).view(units or ranks, -1).tensor_split(ranks)
+    return dealt[rank].flatten().tolist()
 
 
 def test_duals_and_conversions_are_closed() -> None:

@@ -21,7 +21,7 @@ from graphpar.program import (
     info,
     tensor_spec,
 )
-from graphpar.types import CONVERSIONS, I, P, R, Shard, Type, divides
+from graphpar.types import CONVERSIONS, I, P, R, Shard, Type, fits, units_for
 
 aten = torch.ops.aten
 Place = tuple[str, str]
@@ -165,11 +165,13 @@ def _is_plain(node: fx.Node) -> bool:
 def shards(shape: tuple[int, ...], ranks: int, *like: Any) -> list[Shard]:
     """Ways to cut a tensor: each dimension in one block, and those of ``like`` in two."""
     known = [kind for kind in like if isinstance(kind, Shard)]
-    found = [*known, *(Shard(dim, (size,)) for dim, size in enumerate(shape))]
+    sizes = list(enumerate(shape))
+    found = [*known, *(Shard(dim, (size,), units_for(size, ranks)) for dim, size in sizes)]
+    found += [Shard(dim, (size,), ranks + 1) for dim, size in sizes]
     for kind in known or [Shard(dim, ()) for dim in range(len(shape))]:
         half = shape[kind.dim] // 2
         found.append(Shard(kind.dim, (half, shape[kind.dim] - half)))
-    return [s for s in dict.fromkeys(found) if min(s.blocks) > 0 and divides(s, ranks)]
+    return [s for s in dict.fromkeys(found) if fits(s, shape, ranks)]
 
 
 def pairs(node: fx.Node, ranks: int) -> Iterator[tuple[Type, Type]]:

@@ -60,7 +60,7 @@ def doubles() -> Iterator[None]:
 def test_c01_view_with_minus_one_on_the_sequence(length: int, tp: int, sp: bool) -> None:
     program = equivalent(Attention(), torch.randn(2, length, 32, requires_grad=True), tp=tp, sp=sp)
     views = [
-        (n.args[1], local_shape(tensor_spec(n).shape, info(n).type, tp))  # type: ignore[arg-type]
+        (n.args[1], local_shape(tensor_spec(n).shape, info(n).type, 0, tp))  # type: ignore[arg-type]
         for n in program.graph.nodes
         if n.target in VIEWS and tensor_spec(n).shape == (2, length, 8, 4)
     ]
@@ -167,7 +167,7 @@ def test_c09_recorded_local_shapes_are_the_real_ones(
         if is_tensor(node):
             kind: Any = info(node).type
             for value in results:
-                assert tuple(value.shape) == local_shape(tensor_spec(node).shape, kind, 4), node
+                assert tuple(value.shape) == local_shape(tensor_spec(node).shape, kind, 0, 4), node
                 checked += 1
         return results
 

@@ -109,7 +109,7 @@ def test_reference_keeps_the_value_and_is_adjoint(source: Type, target: Type) ->
     torch.manual_seed(0)
     xs = [x.requires_grad_() for x in random_value(source)]
     ys = redistribute(xs, source, target)
-    assert all(y.shape == local_shape(SHAPE, target, RANKS) for y in ys)
+    assert all(y.shape == local_shape(SHAPE, target, 0, RANKS) for y in ys)
     torch.testing.assert_close(whole_value(ys, target), whole_value(xs, source))
     if letter(target) in "IR":
         assert all(y.equal(ys[0]) for y in ys)
@@ -145,10 +145,10 @@ def test_fake_shapes(fake_group: str, source: Type, target: Type) -> None:
     op, args = ops.conversion(source, target, fake_group)
     with FakeTensorMode():
         for device in ("cpu", "meta"):  # torch crashes on gradients of fake "cuda" without CUDA
-            sizes = local_shape(SHAPE, source, RANKS)
+            sizes = local_shape(SHAPE, source, 0, RANKS)
             x = torch.empty(sizes, dtype=torch.bfloat16, device=device, requires_grad=True)
             y = op(x, *args)
-            assert y.shape == local_shape(SHAPE, target, RANKS)
+            assert y.shape == local_shape(SHAPE, target, 0, RANKS)
             assert (y.dtype, y.device) == (x.dtype, x.device)
             y.sum().backward()
             assert x.grad is not None
@@ -174,7 +174,7 @@ def test_blocks_must_fit(fake_group: str) -> None:
         (I, Shard(1, (6, 6))),
         (Shard(1, (12,)), P),
     ):
-        with pytest.raises(InternalError, match="do not lay out"):
+        with pytest.raises(InternalError, match="does not lay out"):
             ops.redistribute(x, source, target, fake_group)
 
 

@@ -84,15 +84,18 @@ SHAPES = (((24,), (24,)), ((3, 48, 5), (48,)), ((2, 24, 7), (24,)), ((24, 3), (2
           ((4, 72), (24, 48)), ((3, 72, 2), (24, 24, 24)), ((2, 3, 48), (48,)))  # fmt: skip
 
 
+@pytest.mark.parametrize("units", [0, 12])
 @pytest.mark.parametrize(("shape", "blocks"), SHAPES)
-def test_parts_are_those_of_the_whole(shape: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+def test_parts_are_those_of_the_whole(
+    shape: tuple[int, ...], blocks: tuple[int, ...], units: int
+) -> None:
     dim = shape.index(sum(blocks))
     whole = keep_mask(shape, 0.5, 11, (1, 2), CPU)
-    for ranks in (1, 2, 3, 4, 8):
-        kind = Shard(dim, blocks)
-        local = local_shape(shape, kind, ranks)
+    for ranks in (5, 7, 8) if units else (1, 2, 3, 4, 8):
+        kind = Shard(dim, blocks, units)
         for rank in range(ranks):
-            part = keep_mask(local, 0.5, 11, (1, 2), CPU, dim, blocks, rank, ranks)
+            local = local_shape(shape, kind, rank, ranks)
+            part = keep_mask(local, 0.5, 11, (1, 2), CPU, dim, blocks, rank, ranks, units)
             assert part.equal(cut(whole, kind, rank, ranks))
 
 

@@ -35,7 +35,7 @@ from graphpar.program import (
     tensor_spec,
 )
 from graphpar.trace import bind, trace
-from graphpar.types import I, P, R, Shard, Type, cut, letter, local_shape
+from graphpar.types import I, P, R, Shard, Type, cut, letter, local_shape, split_layout
 from graphpar.verify import verify
 from tests import zoo
 from tests.unit import mutations
@@ -100,7 +100,7 @@ class Checked:
         return (cut(whole, kind, 0, ranks) if isinstance(kind, Shard) else whole).detach().clone()
 
     def _made(self, spec: TensorSpec, kind: Type) -> Tensor:
-        shape = local_shape(spec.shape, kind, self.program.ranks)
+        shape = local_shape(spec.shape, kind, 0, self.program.ranks)
         value = torch.full(shape, 0.5 if spec.dtype.is_floating_point else 1, dtype=spec.dtype)
         return value.requires_grad_(spec.differentiable)
 
@@ -132,7 +132,9 @@ class Checked:
         """Their type is ours; a new constant is what we say, as it is the same on every rank."""
         kind = kind_of(node)
         spmd.assert_type(value, {TP: theirs(kind)})
-        assert tuple(value.shape) == local_shape(tensor_spec(node).shape, kind, self.program.ranks)
+        assert tuple(value.shape) == local_shape(
+            tensor_spec(node).shape, kind, 0, self.program.ranks
+        )
 
     def _op(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         call: Any = (node.args, node.kwargs)
@@ -169,8 +171,8 @@ class Checked:
 
     def _form(self, name: str, args: Any) -> Tensor:
         """What a rank computes, with their sums in between; a maximum stands as a sum."""
-        *rest, dim, blocks, _ = args
-        steps, given = SHARDED[name](Place(dim, blocks, 0, self.program.ranks), *rest), None
+        rest, layout, _ = split_layout(args)
+        steps, given = SHARDED[name](Place(layout, 0, self.program.ranks), *rest), None
         while True:
             try:
                 x, kind = steps.send(given)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Small models of many kinds, each with a call whose outputs hold a loss.
 
 ``build(name, layers=2, dropout=0.1)`` gives ``(module, kwargs)``; ``loss_of(output)`` its loss.
-Every size is small: width 64, sequence 16, vocabulary 96, batch 2.
+Every size is small: width 64, sequence 16, vocabulary 96, batch 2; :mod:`tests.zoo.odd` has others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.zoo import more_transformers as more
-from tests.zoo import own
+from tests.zoo import odd, own
 from tests.zoo import transformers_models as hf
 from tests.zoo.common import BATCH, INNER, SEQ, VOCAB, WIDTH, Case
 
@@ -72,8 +72,9 @@ MORE: dict[str, Callable[[int, float], Case]] = {
     "clip": more.clip,
     "mamba": more.mamba,
     "gpt2_odd": more.gpt2_odd,
+    "odd": odd.odd,
 }
-"""What the rewriting is tested on, besides; the last has 5 heads and 97 tokens."""
+"""What the rewriting is tested on, besides; the last two have sizes that nothing divides."""
 
 FLOAT32_ONLY = {"mixtral_grouped"}
 """Its grouped products have no kernel for float64."""
