@@ -213,7 +213,7 @@ def _whole(by_rank: Tensor, layout: Shard, ranks: int) -> Tensor:
     """
     dim, blocks = layout.dim, layout.blocks
     if _equal(layout) and len(blocks) == 1 and dim == 0:
-        return by_rank.flatten(0, 1)
+        return by_rank.flatten(0, 1).contiguous()
     if _equal(layout):
         places: Tensor = by_rank.unflatten(dim + 1, (len(blocks), blocks[0] // ranks))
         return places.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()

@@ -14,7 +14,7 @@ from graphpar import ops
 from graphpar.errors import RankMismatchError
 from graphpar.ops.agree import check_agreement
 from graphpar.ops.reference import redistribute
-from graphpar.types import I, P, R, Shard, Type, cut, dual
+from graphpar.types import I, P, R, Shard, Type, cut, dual, layout_arguments
 from tests.distributed.harness import RankError, run_processes, run_threads
 
 
@@ -29,18 +29,22 @@ def cases(ranks: int) -> Iterator[tuple[Type, Type, tuple[int, ...]]]:
     for source, target in ((I, R), (P, I), (P, R)):
         yield source, target, (3, 2, 5)
     shards = [Shard(dim, blocks) for dim in range(3) for blocks in layouts(ranks)]
-    for a in shards:
-        sizes = [2, 3, 1]
-        sizes[a.dim] = 6 * ranks
+    uneven = [Shard(dim, (t, 2 * t), t) for dim in range(3) for t in (ranks + 1, 2 * ranks + 1)]
+    for a in (*shards, *uneven):
         for other in (R, I, P):
-            yield a, other, tuple(sizes)
+            yield a, other, _shape(a)
         for other in (P, I, R):
-            yield other, a, tuple(sizes)
-        for b in shards:
-            if a != b:
-                both = [2, 3, 1]
-                both[a.dim] = both[b.dim] = 6 * ranks
-                yield a, b, tuple(both)
+            yield other, a, _shape(a)
+        for b in (*shards, *uneven):
+            if a != b and (a.dim != b.dim or sum(a.blocks) == sum(b.blocks)):
+                yield a, b, _shape(a, b)
+
+
+def _shape(*kinds: Shard) -> tuple[int, ...]:
+    sizes = [2, 3, 1]
+    for kind in kinds:
+        sizes[kind.dim] = sum(kind.blocks)
+    return tuple(sizes)
 
 
 def values(
@@ -112,7 +116,12 @@ _turn = threading.Lock()
 
 def check_dropout(rank: int, group: str, ranks: int) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for shard in (Shard(1, (6 * ranks,)), Shard(0, (2 * ranks, 4 * ranks)), Shard(2, (ranks,))):
+        for shard in (
+            Shard(1, (6 * ranks,)),
+            Shard(0, (2 * ranks, 4 * ranks)),
+            Shard(2, (ranks,)),
+            Shard(1, (7, 14), 7),
+        ):
             sizes = [6, 5, 4]
             sizes[shard.dim] = sum(shard.blocks)
             for p, train in ((0.1, True), (0.7, True), (0.5, False), (1.0, True), (0.0, True)):
@@ -124,7 +133,7 @@ def check_dropout(rank: int, group: str, ranks: int) -> None:
                     torch.manual_seed(3)
                     torch.randn(sizes, dtype=dtype)
                     part = cut(whole.detach(), shard, rank, ranks).requires_grad_()
-                    got = ops.dropout(part, p, train, shard.dim, shard.blocks, group)
+                    got = ops.dropout(part, p, train, *layout_arguments(shard, group))
                     assert torch.rand(3).equal(after)
                 assert got.equal(cut(expected, shard, rank, ranks))
                 (whole_grad,) = torch.autograd.grad(expected.square().sum(), whole)
@@ -135,7 +144,7 @@ def check_dropout(rank: int, group: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_threads(ranks: int) -> None:
     counts = run_threads(ranks, check_all, ranks)
-    assert counts == [207] * ranks
+    assert counts == [363] * ranks
     run_threads(ranks, check_other_dtypes, ranks)
     run_threads(ranks, check_dropout, ranks)
 

@@ -87,8 +87,8 @@ def _other_calls(parallel: nn.Module, twin: nn.Module, kwargs: dict[str, Any]) -
         torch.testing.assert_close(found, zoo.loss_of(twin.eval()(**call)), rtol=1e-6, atol=1e-6)
 
 
-TWO = (("gpt2", True), ("nanogpt", False), ("llama", True))
-FOUR = (("nanogpt", True),)
+TWO = (("gpt2", True), ("nanogpt", False), ("llama", True), ("odd", True))
+FOUR = (("nanogpt", True), ("odd", False))
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
@@ -126,7 +126,7 @@ def forward_backward(rank: int, group: str, sp: bool) -> float:
         for alias in state.names:
             place(tree, alias, parts[key])
     leaves = [v for v in kwargs.values() if isinstance(v, Tensor)]
-    outputs = compile_program(program, group)(tree, *leaves)
+    outputs = compile_program(program, group, rank)(tree, *leaves)
     zoo.loss_of(outputs).backward()
     worst = 0.0
     for key, parameter in model.named_parameters():

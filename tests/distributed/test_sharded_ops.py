@@ -22,8 +22,14 @@ gradient) and that of the result."""
 
 
 def cases(ranks: int, group: str) -> Iterator[Case]:
-    """Every op, with classes in one block and in two."""
-    classes, random = 4 * ranks, torch.Generator().manual_seed(7)
+    """Every op, with classes in one block and in two, even and uneven."""
+    odd = 2 * ranks + 1
+    for blocks, units in (((4 * ranks,), 0), ((3 * ranks, ranks), 0), ((odd, 2 * odd), odd)):
+        yield from cases_of(blocks, units, group)
+
+
+def cases_of(blocks: tuple[int, ...], units: int, group: str) -> Iterator[Case]:
+    classes, random = sum(blocks), torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
@@ -31,54 +37,53 @@ def cases(ranks: int, group: str) -> Iterator[Case]:
     def ids(*shape: int) -> Tensor:
         return torch.randint(0, classes, shape, generator=random)
 
-    for blocks in ((classes,), (3 * ranks, ranks)):
-        table, chosen = normal(classes, 3), ids(2, 5)
-        place = (blocks, group)
-        for padding in (-1, int(chosen[1, 2])):
-            yield (
-                lambda w, i, p=padding, a=place: ops.embedding(w, i, p, False, False, 0, *a),
-                lambda w, i, p=padding: aten.embedding(w, i, p),
-                (table, chosen),
-                (Shard(0, blocks), None),
-                P,
-            )
-        logits, labels, weight = normal(6, classes, 2), ids(6, 2), normal(classes).abs()
-        labels[2:4] = -100
-        shard = Shard(1, blocks)
+    table, chosen = normal(classes, 3), ids(2, 5)
+    place = (blocks, group, units)
+    for padding in (-1, int(chosen[1, 2])):
         yield (
-            lambda x, a=place: ops.log_softmax(x, 1, None, 1, *a),
-            lambda x: x.log_softmax(1),
-            (logits,),
-            (shard,),
-            shard,
-        )
-        yield (
-            lambda x, i, a=place: ops.gather(x, 1, i, False, 1, *a),
-            lambda x, i: x.gather(1, i),
-            (logits, ids(6, 3, 2)),
-            (shard, None),
+            lambda w, i, p=padding, a=place: ops.embedding(w, i, p, False, False, 0, *a),
+            lambda w, i, p=padding: aten.embedding(w, i, p),
+            (table, chosen),
+            (Shard(0, blocks, units), None),
             P,
         )
-        for number, name in enumerate(("none", "mean", "sum")):
-            for smoothing in (0.0, 0.1):
-                yield (
-                    lambda x, y, w, n=number, s=smoothing, a=place: ops.cross_entropy(
-                        x, y, w, n, -100, s, 1, *a
-                    ),
-                    lambda x, y, w, n=name, s=smoothing: F.cross_entropy(
-                        x, y, w, reduction=n, label_smoothing=s
-                    ),
-                    (logits, labels, weight),
-                    (shard, None, Shard(0, blocks)),
-                    I,
-                )
+    logits, labels, weight = normal(6, classes, 2), ids(6, 2), normal(classes).abs()
+    labels[2:4] = -100
+    shard = Shard(1, blocks, units)
+    yield (
+        lambda x, a=place: ops.log_softmax(x, 1, None, 1, *a),
+        lambda x: x.log_softmax(1),
+        (logits,),
+        (shard,),
+        shard,
+    )
+    yield (
+        lambda x, i, a=place: ops.gather(x, 1, i, False, 1, *a),
+        lambda x, i: x.gather(1, i),
+        (logits, ids(6, 3, 2)),
+        (shard, None),
+        P,
+    )
+    for number, name in enumerate(("none", "mean", "sum")):
+        for smoothing in (0.0, 0.1):
             yield (
-                lambda x, y, w, n=number, a=place: ops.nll_loss(x, y, w, n, -100, 1, *a),
-                lambda x, y, w, n=name: F.nll_loss(x, y, w, reduction=n),
+                lambda x, y, w, n=number, s=smoothing, a=place: ops.cross_entropy(
+                    x, y, w, n, -100, s, 1, *a
+                ),
+                lambda x, y, w, n=name, s=smoothing: F.cross_entropy(
+                    x, y, w, reduction=n, label_smoothing=s
+                ),
                 (logits, labels, weight),
-                (shard, None, None),
-                P,
+                (shard, None, Shard(0, blocks, units)),
+                I,
             )
+        yield (
+            lambda x, y, w, n=number, a=place: ops.nll_loss(x, y, w, n, -100, 1, *a),
+            lambda x, y, w, n=name: F.nll_loss(x, y, w, reduction=n),
+            (logits, labels, weight),
+            (shard, None, None),
+            P,
+        )
 
 
 def check(rank: int, ranks: int, group: str, case: Case, backend: str) -> None:
@@ -116,11 +121,11 @@ def check_all(rank: int, group: str, ranks: int, backends: tuple[str, ...] = (""
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_threads(ranks: int) -> None:
-    assert run_threads(ranks, check_all, ranks) == [26] * ranks
+    assert run_threads(ranks, check_all, ranks) == [39] * ranks
 
 
 def test_gloo_processes_also_compiled() -> None:
-    assert run_processes(2, check_all, 2, ("", "aot_eager"), timeout=300) == [52, 52]
+    assert run_processes(2, check_all, 2, ("", "aot_eager"), timeout=300) == [78, 78]
 
 
 def bytes_saved(rank: int, group: str, ranks: int) -> tuple[int, Any]:

@@ -36,10 +36,11 @@ from graphpar.types import (
 from tests.distributed.harness import default_group
 
 RANKS = 4
-SHARDS = [Shard(0, (8,)), Shard(0, (4, 4)), Shard(1, (12,)), Shard(1, (8, 4)), Shard(1, (4, 4, 4))]
+EVEN = [Shard(0, (8,)), Shard(0, (4, 4)), Shard(1, (12,)), Shard(1, (8, 4)), Shard(1, (4, 4, 4))]
+SHARDS = [*EVEN, Shard(1, (12,), 6), Shard(2, (5,), 5)]
 TYPES: list[Type] = [I, R, P, *SHARDS]
 PAIRS = [(a, b) for a, b in itertools.product(TYPES, TYPES) if convertible(a, b)]
-SHAPE = (8, 12, 3)
+SHAPE = (8, 12, 5)
 
 
 @pytest.fixture
@@ -109,7 +110,8 @@ def test_reference_keeps_the_value_and_is_adjoint(source: Type, target: Type) ->
     torch.manual_seed(0)
     xs = [x.requires_grad_() for x in random_value(source)]
     ys = redistribute(xs, source, target)
-    assert all(y.shape == local_shape(SHAPE, target, 0, RANKS) for y in ys)
+    shapes = [local_shape(SHAPE, target, rank, RANKS) for rank in range(RANKS)]
+    assert [tuple(y.shape) for y in ys] == shapes
     torch.testing.assert_close(whole_value(ys, target), whole_value(xs, source))
     if letter(target) in "IR":
         assert all(y.equal(ys[0]) for y in ys)
@@ -145,10 +147,10 @@ def test_fake_shapes(fake_group: str, source: Type, target: Type) -> None:
     op, args = ops.conversion(source, target, fake_group)
     with FakeTensorMode():
         for device in ("cpu", "meta"):  # torch crashes on gradients of fake "cuda" without CUDA
-            sizes = local_shape(SHAPE, source, 0, RANKS)
+            sizes = local_shape(SHAPE, source, 1, RANKS)
             x = torch.empty(sizes, dtype=torch.bfloat16, device=device, requires_grad=True)
             y = op(x, *args)
-            assert y.shape == local_shape(SHAPE, target, 0, RANKS)
+            assert y.shape == local_shape(SHAPE, target, 1, RANKS)
             assert (y.dtype, y.device) == (x.dtype, x.device)
             y.sum().backward()
             assert x.grad is not None

@@ -100,7 +100,7 @@ def seeded(program: Program) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize("tp", [2, 3, 4, 5, 7, 8])
 def test_invariant_is_the_same_bit_for_bit(tp: int, sp: bool) -> None:
     model = whole_numbers()
     alone, (expected,) = step(rewrite(model, (IDS,), tp=1, rng="invariant"), model)
@@ -119,7 +119,7 @@ def test_invariant_is_the_same_bit_for_bit(tp: int, sp: bool) -> None:
 
 
 @pytest.mark.parametrize("rng", ["exact", "invariant"])
-@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("tp", [1, 2, 5, 8])
 def test_c40(tp: int, rng: str) -> None:
     """Exact: equal to the unmodified model; invariant: to the model rewritten for one rank."""
     for sp in (False, True):
