@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.zoo.odd import SEQ, VOCAB, OddDecoder
+
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -41,6 +43,12 @@ def no_inputs() -> nn.Module:
 
 
 ready = Declared()
+
+
+def uneven() -> Call:
+    """Nothing that two ranks could share evenly."""
+    ids = torch.randint(VOCAB, (1, SEQ))
+    return OddDecoder(2, 0.1), (ids, ids.roll(-1, 1)), {}
 
 
 def odd() -> Call:
