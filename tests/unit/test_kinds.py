@@ -14,7 +14,7 @@ from tests.zoo.kinds import KINDS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
-SPLITS = [(2, True), (4, False), (4, True), (8, False)]
+SPLITS = [(2, True), (3, True), (4, False), (8, False)]
 
 LESS_SHARDED = {"res_net", "low_rank", "tied", "pooled_encoder", "bidirectional_lstm"}
 SHARDED = [name for name in KINDS if name not in LESS_SHARDED]
