@@ -41,8 +41,11 @@ class Program:
 
 
 @st.composite
-def programs(draw: Any, *, most_steps: int = 9) -> Program:
-    pick = Pick(draw)
+def programs(draw: Any) -> Program:
+    return random_program(Pick(draw))
+
+
+def random_program(pick: Pick, *, most_steps: int = 9) -> Program:
     tp = pick.one(RANKS)
     batch = pick.one((2, 1, 3, 4))
     length = pick.one((tp, 2 * tp, 6, 1, 5, 12)) if tp < 8 else pick.one((8, 8, 5, 6))
@@ -54,6 +57,8 @@ def programs(draw: Any, *, most_steps: int = 9) -> Program:
             ("ids",),
             ("grad", "ids"),
             ("ids", "ids"),
+            ("ids", "mask"),
+            ("grad", "mask"),
             ("plain", "grad"),
             ("grad", "vector"),
             ("ids", "grad", "grad"),
@@ -61,10 +66,11 @@ def programs(draw: Any, *, most_steps: int = 9) -> Program:
     )
     inputs = []
     for kind in kinds:
-        shape: tuple[int, ...] = (batch, length) if kind == "ids" else (batch, length, width)
+        tokens = kind in ("ids", "mask")
+        shape: tuple[int, ...] = (batch, length) if tokens else (batch, length, width)
         if kind == "vector":
             kind, shape = "grad", (width,)
-        elif kind != "ids" and rarely(pick, 6):
+        elif not tokens and rarely(pick, 6):
             shape = pick.one(
                 (
                     (batch, width),
