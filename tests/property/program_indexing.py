@@ -186,17 +186,21 @@ class InPlace(nn.Module):
 
 
 class Kept(nn.Module):
-    """A buffer that forward writes and reads: the whole of it, a slice, or a running mean."""
+    """A buffer that forward writes and reads: the whole of it, a slice, or a running mean; "alias"
+    is two names of one buffer."""
 
-    FORMS = ("row", "index", "mean", "counter", "copy")
+    FORMS = ("row", "index", "mean", "counter", "copy", "alias")
 
     def __init__(self, xs: Sequence[Tensor], *, form: str):
         super().__init__()
         self.form, x = form, xs[0]
-        self.register_buffer("state", torch.randn(tuple(x.shape)))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        # Of its last dtype: a cast would part what is aliased.
+        self.register_buffer("state", torch.randn(tuple(x.shape), dtype=torch.float64))
         self.state: Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("other", self.state if form == "alias" else None)
         self.count: Tensor
+        self.other: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -208,5 +212,8 @@ class Kept(nn.Module):
                 self.state.mul_(0.9).add_(x, alpha=0.1)
             elif self.form == "copy":
                 self.state.copy_(x * 2.0)
+            elif self.form == "alias":
+                self.state.mul_(0.5)
+                self.other.add_(x)
             self.count += 1
         return x + self.state * self.count

@@ -28,16 +28,18 @@ class Program:
     tp: int
     sp: bool = False
     seed: int = 0
+    training: bool = True
 
     def build(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """The module in train mode, and the arguments of one call."""
+        """The module, and the arguments of one call."""
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             values = [make_input(each) for each in self.inputs]
             model = Model(self.body, values)
             randomise(model)
         names = [f"x{i}" for i in range(1, len(values))]
-        return model.double().train(), (values[0],), dict(zip(names, values[1:], strict=True))
+        model.double().train(self.training)
+        return model, (values[0],), dict(zip(names, values[1:], strict=True))
 
 
 @st.composite
@@ -90,7 +92,7 @@ def random_program(pick: Pick, *, most_steps: int = 9) -> Program:
         grow(d, pick.number(1, most_steps))
         outputs = _outputs(d, len(inputs))
     body = Body(d.net.body.steps, outputs, d.net.body.named)
-    return Program(tuple(inputs), body, tp, pick.flag(), seed)
+    return Program(tuple(inputs), body, tp, pick.flag(), seed, not rarely(pick, 6))
 
 
 def _outputs(d: Draft, inputs: int) -> tuple[int, ...]:
