@@ -78,6 +78,18 @@ def _type_as(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, value)
 
 
+def _squeeze(graph: fx.Graph, node: fx.Node) -> None:
+    """Say which dimensions go: a rank's part may have more of size 1."""
+    x, *given = node.args
+    assert isinstance(x, fx.Node)
+    shape = _size(x)
+    dims = [d % max(len(shape), 1) for d in given if isinstance(d, int)]
+    ones = [d for d in (dims if given else range(len(shape))) if shape and shape[d] == 1]
+    with graph.inserting_before(node):
+        value = derive(graph, aten.squeeze.dims, (x, ones), like=node, origin=NAME)
+    _replace(graph, node, value)
+
+
 def _created(make: Callable[[fx.Node], tuple[Any, tuple[Any, ...]]]) -> Any:
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:
         spec = tensor_spec(node)
@@ -160,6 +172,8 @@ def _size(node: fx.Node) -> list[int]:
 _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.linear.default: _split_linear,
     aten.addmm.default: _split_addmm,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
     aten.type_as.default: _type_as,
     aten.to.other: _type_as,
     aten.new_zeros.default: _created(lambda n: (aten.zeros.default, (_size(n),))),

@@ -68,6 +68,7 @@ def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: Tre
         for v in outputs_of(exported.graph)
     ]
     mutated = [name for name in states if name in refs and refs[name].storage.version > 0]
+    _check_apart(mutated, tensors, start)
     outputs += [builder.detach(memory.read(builder, refs[name])) for name in mutated]
 
     constants.update(builder.constants)
@@ -117,6 +118,29 @@ def _states(model: nn.Module) -> dict[str, State]:
             persistent = not all(alias in fleeting for alias in aliases)
             states[name] = State("buffer", spec_of(buffer), aliases, persistent)
     return states
+
+
+def _check_apart(mutated: list[str], tensors: Mapping[str, Tensor], source: Source) -> None:
+    """What forward writes to must not lie within another parameter or buffer: a rank holds each of
+    them by itself. The same tensor under two names is one."""
+
+    def places(x: Tensor) -> range:
+        """In bytes of the memory."""
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        start = x.storage_offset() * x.element_size()
+        return range(start, start + (last + 1 if x.numel() else 0) * x.element_size())
+
+    for name in mutated:
+        mine = tensors[name]
+        for other, theirs in tensors.items():
+            same = mine.untyped_storage()._cdata == theirs.untyped_storage()._cdata
+            a, b = places(mine), places(theirs)
+            if theirs is not mine and same and a.start < b.stop and b.start < a.stop:
+                raise trace_error(
+                    f"forward writes to the buffer {name}, which shares memory with {other}; "
+                    "keep one of them, and take the part in forward",
+                    source,
+                )
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -128,6 +128,17 @@ def call_of(node: fx.Node, dims: Callable[[fx.Node], TermDims]) -> Call:
     return Call(target, named, tuple(operands), results)
 
 
+def broadcast(operands: Sequence[Operand]) -> tuple[TermDims, TermDim]:
+    """The common dimensions of operands, from the right, and what could not be unified."""
+    rank = max((len(o.shape) for o in operands), default=0)
+    columns: list[list[tuple[int, TermDim]]] = [[] for _ in range(rank)]
+    for operand in operands:
+        offset = rank - len(operand.shape)
+        for d, (size, dim) in enumerate(zip(operand.shape, operand.dims, strict=True)):
+            columns[offset + d].append((size, dim))
+    return tie(columns)
+
+
 def tie(groups: Sequence[Sequence[tuple[int, TermDim]]]) -> tuple[list[TermDim], TermDim]:
     """Broadcast: unify the dimensions of each group of (size, dimension), skipping size 1.
 

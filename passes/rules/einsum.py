@@ -2,8 +2,8 @@
 
 ``"... k, n k, +n -> ... n"``: one term per tensor argument, then the results. ``...`` stands for
 leading dimensions, broadcast from the right. A letter that no result has is contracted.
-``[c]`` must stay whole. A term that starts with ``+`` is added to the result (a bias): where it
-is present, contracted letters stay whole, since each rank would add it.
+``[c]`` must stay whole. A term that starts with ``+`` is added to the result (a bias; ``+`` alone
+is a scalar): where it is present, contracted letters stay whole, since each rank would add it.
 Absent optional arguments are dropped from the formula.
 """
 
@@ -49,14 +49,16 @@ def einsum(
         whole += contracted
     held = {id(term) for term in flatten(whole)}
     contracted = [t for t in flatten(contracted) if id(t) not in held]
-    partial = [{o.index} for _, o in pairs] if linear and not biased else []
+    added = {o.index for letters, o in pairs if letters[0].startswith("+")}
+    factors = [o.index for _, o in pairs if o.index not in added]
+    partial = [{index, *added} for index in factors] if linear else []
     return OpRule(results, whole=whole, contracted=contracted, partial=partial)
 
 
 def _spell(letters: list[str], operand: Operand) -> list[tuple[str, int, TermDim]]:
     """Each dimension of the operand with its letter; those under ``...`` are numbered from the
     right (``.0`` is the last)."""
-    letters = [letter.lstrip("+") for letter in letters]
+    letters = [letter.lstrip("+") for letter in letters if letter != "+"]
     extra = len(operand.shape) - len(letters) + 1
     names: list[str] = []
     for letter in letters:
@@ -65,13 +67,16 @@ def _spell(letters: list[str], operand: Operand) -> list[tuple[str, int, TermDim
 
 
 def from_equation(equation: str, ranks: Sequence[int]) -> str | None:
-    """The formula of a ``torch.einsum`` equation for tensors of these ranks; ``None`` if it has
-    no output or repeats letters."""
+    """The formula of a ``torch.einsum`` equation for tensors of these ranks; ``None`` if it
+    repeats letters in one term. Without an output it is the letters that stand once, sorted."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     extra = {r - len(t.replace("...", "")) for t, r in zip(terms, ranks, strict=True) if "..." in t}
     free = [c for c in string.ascii_letters if c not in equation]
-    if not arrow or not right or len(extra) > 1 or any(n > len(free) for n in extra):
+    if not arrow:
+        once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+        right = "".join(["..." if "..." in left else "", *once])
+    if len(extra) > 1 or any(n > len(free) for n in extra):
         return None
     spread = "".join(free[: max(extra, default=0)])
     terms = [term.replace("...", spread) for term in terms]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from graphpar.axes import TermDim, TermDims, unify
-from graphpar.passes.rules.call import Call, Operand, OpRule, tie
+from graphpar.axes import TermDim, unify
+from graphpar.passes.rules.call import Call, Operand, OpRule, broadcast
 from graphpar.passes.rules.einsum import new_axis, whole_terms
 
 
@@ -58,18 +58,18 @@ def index(call: Call) -> OpRule | None:
     tensors = [v for v in indices if v is not None]
     if any(v.spec.dtype in (torch.bool, torch.uint8) for v in tensors):
         return None
-    rank = max(len(v.shape) for v in tensors)
-    columns: list[list[tuple[int, list[object]]]] = [[] for _ in range(rank)]
-    for v in tensors:
-        for d, (size, dim) in enumerate(zip(v.shape, v.dims, strict=True)):
-            columns[rank - len(v.shape) + d].append((size, dim))  # type: ignore[arg-type]
-    spread, stuck = tie(columns)  # type: ignore[arg-type]
-    rest = [(i, d) for i, d in enumerate(x.dims) if i not in given]
-    first = given[0] if given == list(range(given[0], given[-1] + 1)) else 0
-    before: TermDims = [d for i, d in rest if i < first]
-    after: TermDims = [d for i, d in rest if i >= first]
+    spread, stuck = broadcast(tensors)
+    before, after = _around(given, len(x.shape))
+    dims = [x.dims[d] for d in before], [x.dims[d] for d in after]
     whole = [*stuck, *(t for i in given for t in x.dims[i])]
-    return OpRule([[*before, *spread, *after]], whole=whole, partial=[{x.index}])
+    return OpRule([[*dims[0], *spread, *dims[1]]], whole=whole, partial=[{x.index}])
+
+
+def _around(given: list[int], rank: int) -> tuple[list[int], list[int]]:
+    """The other dimensions before and after those of the broadcast index."""
+    rest = [d for d in range(rank) if d not in given]
+    first = given[0] if given == list(range(given[0], given[-1] + 1)) else 0
+    return [d for d in rest if d < first], [d for d in rest if d >= first]
 
 
 def scatter(call: Call) -> OpRule:
@@ -82,24 +82,23 @@ def scatter(call: Call) -> OpRule:
 
 
 def index_put(call: Call) -> OpRule | None:
-    """``x[i, j, …] = values`` with integer tensors: what is indexed is whole, the values' other
-    dimensions are those of ``x``."""
+    """``x[i, j, …] = values`` with integer tensors: what is indexed is whole, and so is the index;
+    the values broadcast to ``x[i, j, …]``, and have its other dimensions."""
     x, indices, values = call["self"], list(call["indices"]), call["values"]
     given = [i for i, v in enumerate(indices) if v is not None]
     tensors = [v for v in indices if v is not None]
     if any(v.spec.dtype in (torch.bool, torch.uint8) for v in tensors):
         return None
-    if given != list(range(given[0], given[-1] + 1)):
-        return None
-    rest = [d for i, d in enumerate(x.dims) if i > given[-1]]
-    sizes = x.shape[given[-1] + 1 :]
-    whole = whole_terms([*x.dims[: given[-1] + 1], *(d for v in tensors for d in v.dims)])
-    lead = max(len(values.shape) - len(rest), 0)
-    whole += whole_terms(values.dims[:lead])
-    for offset in range(1, min(len(rest), len(values.shape)) + 1):
-        mine, other = rest[-offset], values.dims[-offset]
-        same = sizes[-offset] == values.shape[-offset]
-        whole += unify(mine, other) if same else []
+    before, after = _around(given, len(x.shape))
+    spread = max(len(v.shape) for v in tensors)
+    whole = whole_terms([*(x.dims[d] for d in given), *(d for v in tensors for d in v.dims)])
+    places = [*before, *[None] * spread, *after]
+    for offset in range(1, len(values.shape) + 1):
+        place, other = places[-offset], values.dims[-offset]
+        if place is None:
+            whole += other
+        elif x.shape[place] == values.shape[-offset]:
+            whole += unify(x.dims[place], other)
     return OpRule([x.dims], whole=whole, partial=[{x.index, values.index}])
 
 
@@ -107,7 +106,9 @@ def index_fill(call: Call) -> OpRule:
     whole = whole_terms([*call.x.dims, *call["index"].dims]) if not call.x.shape else []
     if call.x.shape:
         whole = [*call.x.dims[call.dim()], *whole_terms(call["index"].dims)]
-    return OpRule([call.x.dims], whole=whole)
+    value = call["value"]
+    linear = [{call.x.index, value.index}] if isinstance(value, Operand) else []
+    return OpRule([call.x.dims], whole=whole, partial=linear)
 
 
 def index_add(call: Call) -> OpRule | None:

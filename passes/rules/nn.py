@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphpar.axes import fresh, unify
-from graphpar.passes.rules.call import Call, OpRule, tie
+from graphpar.passes.rules.call import Call, OpRule, Rule, tie
 from graphpar.passes.rules.einsum import einsum, from_equation, new_axis, whole_terms
 
 
@@ -11,29 +11,16 @@ def linear(call: Call) -> OpRule:
     return einsum(call, "... k, n k, +n -> ... n", [call["input"], call["weight"], call["bias"]])
 
 
-def addmm(call: Call) -> OpRule | None:
-    """``beta`` and ``alpha`` scale what is added and the product, on shards as on the whole."""
-    if not call["self"].shape:
-        return None
-    bias = "+m n" if len(call["self"].shape) == 2 else "+n"
-    return einsum(call, f"{bias}, m k, k n -> m n", [call["self"], call["mat1"], call["mat2"]])
+def added_product(formula: str) -> Rule:
+    """A product of two operands with an addend that broadcasts to it (``addmm``); ``beta`` and
+    ``alpha`` scale them on shards as on the whole."""
 
+    def rule(call: Call) -> OpRule:
+        letters = formula.split("->")[1].split()
+        bias = "+" + " ".join(letters[len(letters) - len(call.x.shape) :])
+        return einsum(call, f"{bias}, {formula}", call.operands)
 
-def baddbmm(call: Call) -> OpRule | None:
-    if len(call["self"].shape) != 3:
-        return None
-    tensors = [call["self"], call["batch1"], call["batch2"]]
-    return einsum(call, "+b m n, b m k, b k n -> b m n", tensors)
-
-
-def addmv(call: Call) -> OpRule | None:
-    if len(call["self"].shape) != 1:
-        return None
-    return einsum(call, "+m, m k, k -> m", [call["self"], call["mat"], call["vec"]])
-
-
-def vdot(call: Call) -> OpRule | None:
-    return None if call.x.spec.dtype.is_complex else matmul(call)
+    return rule
 
 
 def grouped_mm(call: Call) -> OpRule | None:
@@ -100,7 +87,9 @@ def attention(call: Call) -> OpRule | None:
     causal = "[s]" if call["is_causal"] else "s"
     if not call["enable_gqa"] or q.shape[-3] == k.shape[-3]:
         formula = f"... {causal} [d], ... [t] [d], ... [t] e, ... {causal} [t] -> ... {causal} e"
-        return einsum(call, formula, [q, k, v, mask], linear=False)
+        rule = einsum(call, formula, [q, k, v, mask], linear=False)
+        rule.partial = [{v.index}]
+        return rule
     if k.shape[-3] != v.shape[-3]:
         return None
     rule = einsum(
@@ -126,7 +115,7 @@ def attention(call: Call) -> OpRule | None:
         _, stuck = tie(columns)
         rule.whole += [*stuck, *mask.dims[-1], *unify(mask.dims[-1], k.dims[-2])]
     # A query head belongs to one key head: neither is contracted where the other is cut.
-    rule.contracted = []
+    rule.contracted, rule.partial = [], [{v.index}]
     return rule
 
 
@@ -181,6 +170,8 @@ def batch_norm(call: Call) -> OpRule:
 def cross_entropy(call: Call) -> OpRule | None:
     """Shards of the classes exchange what they reduce; tokens pass or are summed, but a mean over
     them needs all of them. Class weights are cut with the classes."""
+    if call["self"].shape == call["target"].shape:
+        return _soft_targets(call)
     rule = _token_losses(call)
     if rule is not None:
         classes = call["self"].dims[rule.own[0]]
@@ -198,6 +189,22 @@ def nll_loss(call: Call) -> OpRule | None:
         rule.contracted += call["self"].dims[rule.own[0]]
         if call.get("weight") is not None:
             rule.whole += call["weight"].dims[0]
+    return rule
+
+
+def _soft_targets(call: Call) -> OpRule:
+    """Targets that are probabilities: the classes are whole, a mean is over the tokens."""
+    x, target = call["self"], call["target"]
+    classes = min(len(x.shape) - 1, 1)
+    tokens = [dim for d, dim in enumerate(x.dims) if d != classes]
+    whole = [t for a, b in zip(x.dims, target.dims, strict=True) for t in unify(a, b)]
+    whole += x.dims[classes]
+    if call.get("weight") is not None:
+        whole += call["weight"].dims[0]
+    rule = OpRule([tokens], whole=whole, partial=[{target.index}])
+    if call["reduction"]:
+        rule.results, rule.contracted = [[]], whole_terms(tokens)
+        rule.average = call["reduction"] == 1
     return rule
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphpar.axes import TermDim
-from graphpar.passes.rules.call import Call, OpRule, tie
+from graphpar.passes.rules.call import Call, OpRule, broadcast
 
 aten = torch.ops.aten
 
@@ -59,44 +58,43 @@ _LINEAR_ALONE = {
     aten.contiguous.default,
     aten.clone.default,
     aten.alias.default,
+    aten.detach.default,
+    aten.positive.default,
+    aten._conj.default,
+    aten.conj_physical.default,
     aten.mul.Scalar,
     aten.div.Scalar,
 }
-_LINEAR_TOGETHER = {aten.add.Tensor, aten.sub.Tensor}
+_LINEAR_TOGETHER = {aten.add.Tensor, aten.sub.Tensor, aten.complex.default}
 
 
 def is_pointwise(target: object) -> bool:
-    """Ops that draw random numbers are not: each rank would draw its own (``rrelu``)."""
-    return isinstance(target, torch._ops.OpOverload) and (
-        target in UNTAGGED
-        or (
-            torch.Tag.pointwise in target.tags
-            and torch.Tag.nondeterministic_seeded not in target.tags
-        )
+    """Ops that draw random numbers are not: each rank would draw its own (``rrelu``). Nor are
+    those that answer for all elements at once (``equal``)."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    alike = torch.Tag.pointwise in target.tags and isinstance(
+        target._schema.returns[0].type, torch.TensorType
     )
+    return target in UNTAGGED or (alike and torch.Tag.nondeterministic_seeded not in target.tags)
 
 
 def pointwise(call: Call) -> OpRule:
     """Broadcast the operands' dimensions from the right."""
-    rank = len(call.results[0].shape)
-    columns: list[list[tuple[int, TermDim]]] = [[] for _ in range(rank)]
-    for operand in call.operands[:1] if call.target in _LIKE_OTHER else call.operands:
-        offset = rank - len(operand.shape)
-        for d, (size, dim) in enumerate(zip(operand.shape, operand.dims, strict=True)):
-            columns[offset + d].append((size, dim))
-    dims, stuck = tie(columns)
+    dims, stuck = broadcast(call.operands[:1] if call.target in _LIKE_OTHER else call.operands)
     return OpRule([dims] * len(call.results), whole=stuck, partial=_linear(call))
 
 
 def _linear(call: Call) -> list[set[int]]:
     places = set(range(len(call.operands)))
-    same = all(o.shape == call.results[0].shape for o in call.operands)
     if call.target in _LINEAR_ALONE:
         return [{0}]
+    if call.target is aten.dropout.default:
+        return [] if call["train"] and call["p"] else [{0}]
     if call.target in _LINEAR_TOGETHER and len(places) == 2:
-        return [places] if same else []
+        return [places]
     if call.target is aten.mul.Tensor:
         return [{place} for place in places]
-    if call.target is aten.div.Tensor:
+    if call.target in (aten.div.Tensor, aten.true_divide.Tensor):
         return [{0}]
     return []

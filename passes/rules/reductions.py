@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphpar.axes import TermDim, TermDims, unify
-from graphpar.passes.rules.call import Call, OpRule
+from graphpar.passes.rules.call import Call, OpRule, broadcast
 from graphpar.passes.rules.einsum import new_axis, whole_terms
 
 
@@ -70,10 +70,22 @@ def cumulative(call: Call) -> OpRule:
     return rule
 
 
+def flip(call: Call) -> OpRule:
+    """The flipped dimensions are whole, the others pass."""
+    dims = [d % max(len(call.x.shape), 1) for d in call["dims"]]
+    return OpRule([call.x.dims], whole=_axes_along(call, dims), partial=[{0}])
+
+
 def roll(call: Call) -> OpRule:
     """Without dimensions it rolls the flat tensor."""
     dims = [d % max(len(call.x.shape), 1) for d in call["dims"]] or range(len(call.x.shape))
     return OpRule([call.x.dims], whole=_axes_along(call, list(dims)), partial=[{0}])
+
+
+def norm(call: Call) -> OpRule:
+    """Sums of magnitudes contract; other norms are of the whole."""
+    power = call.named.get("ord", call.named.get("p"))
+    return counted(call) if power == 1 else reduced_whole(call)
 
 
 def counted(call: Call) -> OpRule:
@@ -97,24 +109,35 @@ def topk(call: Call) -> OpRule | None:
 
 
 def diff(call: Call) -> OpRule | None:
-    return _resized(call, [call.dim()]) if len(call.operands) == 1 else None
+    """Along ``dim`` all is whole, what is put before or after ``x`` too."""
+    if not call["n"]:  # then the others are ignored
+        return OpRule([call.x.dims], partial=[{0}]) if len(call.operands) == 1 else None
+    dim, rule = call.dim(), _resized(call, [call.dim()])
+    for other in call.operands[1:]:
+        rule.whole += other.dims[dim]
+        for d, (mine, theirs) in enumerate(zip(call.x.dims, other.dims, strict=True)):
+            rule.whole += unify(mine, theirs) if d != dim else []
+    rule.partial = [set(range(len(call.operands)))]
+    return rule
 
 
 def pad(call: Call) -> OpRule:
-    """Pads come in pairs, from the last dimension on; a pair may leave the size as it was."""
+    """Pads come in pairs, from the last dimension on; a pair may leave the size as it was. Addends
+    may be padded with zeros, or with themselves."""
     before, after, last = call["pad"][::2], call["pad"][1::2], len(call.x.shape) - 1
     pairs = zip(before, after, strict=True)
-    return _resized(call, [last - i for i, pair in enumerate(pairs) if any(pair)])
+    rule = _resized(call, [last - i for i, pair in enumerate(pairs) if any(pair)])
+    filled = call.get("mode", "constant") == "constant" and max(call["pad"], default=0) > 0
+    rule.partial = [] if filled and call.get("value", 0) else [{0}]
+    return rule
 
 
-def loss(call: Call) -> OpRule | None:
-    """Elementwise losses with a ``reduction`` (0 none, 1 mean, 2 sum)."""
-    x, target = call.operands[:2]
-    if x.shape != target.shape or len(call.operands) > 2:
-        return None
-    stuck = [t for a, b in zip(x.dims, target.dims, strict=True) for t in unify(a, b)]
+def loss(call: Call) -> OpRule:
+    """Elementwise losses, of operands that broadcast, with a ``reduction`` (0 none, 1 mean, 2
+    sum)."""
+    dims, stuck = broadcast(call.operands)
     if call["reduction"] == 0:
-        return OpRule([x.dims], whole=stuck)
-    rule = OpRule([[]], whole=stuck, contracted=whole_terms(x.dims))
+        return OpRule([dims], whole=stuck)
+    rule = OpRule([[]], whole=stuck, contracted=whole_terms(dims))
     rule.average = call["reduction"] == 1
     return rule

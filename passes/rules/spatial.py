@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphpar.axes import TermDims, fresh, unify
 from graphpar.passes.rules.call import Call, OpRule, Rule
 from graphpar.passes.rules.einsum import new_axis, whole_terms
+from graphpar.passes.rules.nn import convolution
 
 
 def resized(count: int, *, linear: bool = False) -> Rule:
@@ -34,6 +35,34 @@ def images(call: Call) -> OpRule:
     return OpRule([out], whole=whole, partial=[{0}])
 
 
+def grid_sampler(call: Call) -> OpRule:
+    """Batch, channels and the grid's points pass; the image is whole, and linear."""
+    x, grid = call["input"], call["grid"]
+    whole = whole_terms([*x.dims[2:], grid.dims[-1]])
+    whole += unify(x.dims[0], grid.dims[0])
+    return OpRule([[*x.dims[:2], *grid.dims[1:-1]]], whole=whole, partial=[{x.index}])
+
+
+def pixel_shuffle(call: Call) -> OpRule:
+    """Channels (c, a, b) and pixels (h, w) become channels c and pixels ((h, a), (w, b))."""
+    *lead, channels, rows, columns = call.x.dims
+    factor = call["upscale_factor"]
+    kept, a, b = fresh([call.results[0].shape[-3], factor, factor])
+    whole = unify(channels, [*kept, *a, *b])
+    out = [*lead, kept, [*rows, *a], [*columns, *b]]
+    return OpRule([out], whole=[*whole, *a, *b], partial=[{0}])
+
+
+def pixel_unshuffle(call: Call) -> OpRule:
+    """The inverse of :func:`pixel_shuffle`."""
+    *lead, channels, rows, columns = call.x.dims
+    factor, (*_, height, width) = call["downscale_factor"], call.results[0].shape
+    h, w, a, b = fresh([height, width, factor, factor])
+    whole = [*unify(rows, [*h, *a]), *unify(columns, [*w, *b])]
+    out = [*lead, [*channels, *a, *b], h, w]
+    return OpRule([out], whole=[*whole, *a, *b], partial=[{0}])
+
+
 def channel_shuffle(call: Call) -> OpRule:
     return OpRule([call.x.dims], whole=list(call.x.dims[1]), partial=[{0}])
 
@@ -54,11 +83,11 @@ def group_norm(call: Call) -> OpRule:
 
 
 def general_convolution(call: Call) -> OpRule | None:
-    """``convolution`` without groups, transposed or not: batch and output channels pass, input
-    channels are contracted unless there is a bias."""
+    """``convolution``, transposed (then without groups) or not: batch and output channels pass,
+    input channels are contracted unless there is a bias."""
     x, weight, bias = call["input"], call["weight"], call["bias"]
     if call["groups"] != 1:
-        return None
+        return None if call["transposed"] else convolution(call)
     spatial = len(weight.shape) - 2
     out = fresh(call.results[0].shape[-spatial:])
     ins, outs = weight.dims[:2] if call["transposed"] else weight.dims[1::-1]

@@ -30,10 +30,14 @@ def reshape(call: Call) -> OpRule:
 
 
 def squeeze(call: Call) -> OpRule:
-    """A rank that holds one element of a dimension must not lose it: without a list of
-    dimensions all stay whole, and so do listed ones that are not of size 1."""
+    """A rank that holds one element of a dimension must not lose it: a list of dimensions is cut
+    down to those of size 1; without one the others stay whole."""
     rule, rank = reshape(call), len(call.x.shape)
     given = call.get("dim", list(range(rank)))
+    if "dim" in call.named and isinstance(given, list):
+        ones = [d for d in given if rank and call.x.shape[d % rank] == 1]
+        rule.local = {"dim": lambda *_: ones}
+        return rule
     dims = given if isinstance(given, list) else [given]
     rule.whole += [t for d in dims if rank for t in call.x.dims[d % rank]]
     return rule
@@ -86,10 +90,14 @@ def repeat(call: Call) -> OpRule:
 
 
 def repeat_interleave(call: Call) -> OpRule | None:
-    """Repeating each element k times: the dimension n becomes (n, k)."""
-    if call["dim"] is None or call["output_size"] is not None:
+    """Repeating each element k times: the dimension n becomes (n, k); without a dimension, of the
+    flat tensor."""
+    if call["output_size"] is not None:
         return None
     copies, out = new_axis(int(call["repeats"])), list(call.x.dims)
+    if call["dim"] is None:
+        flat = [*whole_terms(out), *copies]
+        return OpRule([[flat]], whole=copies, partial=LINEAR)
     out[call.dim()] = [*out[call.dim()], *copies]
     return OpRule([out], whole=copies, partial=LINEAR)
 
@@ -149,10 +157,12 @@ def unfold(call: Call) -> OpRule | None:
 
 
 def rot90(call: Call) -> OpRule:
-    """The plane is whole."""
-    rank = len(call.x.shape)
+    """A quarter turn flips one of the two dimensions and swaps them; the flipped one is whole."""
+    rank, turns = len(call.x.shape), call["k"] % 4
     i, j = (d % rank for d in call["dims"])
+    flipped = {0: [], 1: [j], 2: [i, j], 3: [i]}[turns]
+    whole = [t for d in flipped for t in call.x.dims[d]]
     out = list(call.x.dims)
-    if call["k"] % 2:
+    if turns % 2:
         out[i], out[j] = out[j], out[i]
-    return OpRule([out], whole=[*out[i], *out[j]], partial=LINEAR)
+    return OpRule([out], whole=whole, partial=LINEAR)

@@ -127,6 +127,20 @@ def count(p: Pick) -> Case:
     return Case(aten.count_nonzero.dim_IntList, (x, p.dims(x.dim(), 0)))
 
 
+def any_of_dims(p: Pick) -> Case:
+    x = p.bools(*p.shape(0, 3))
+    return Case(aten.any.dims, (x, p.one((None, p.dims(x.dim(), 1))), p.flag()))
+
+
+def median(target: Target) -> Maker:
+    return lambda p: Case(target, (p.permutation(p.size()).double(),))
+
+
+def stable_sort(p: Pick) -> Case:
+    x = p.x(*p.shape(0, 3))
+    return Case(aten.sort.stable, (x,), {"stable": True, "dim": p.dim(x.dim())})
+
+
 def topk(p: Pick) -> Case:
     x = p.x(*p.shape(0, 3))
     dim = p.dim(x.dim())
@@ -140,7 +154,7 @@ def diff(p: Pick) -> Case:
     dim = p.dim(x.dim())
     n = p.number(0, min(2, x.shape[dim] - 1))
     ends = [x.narrow(dim, 0, 1).clone() if p.flag() else None for _ in range(2)]
-    return Case(aten.diff.default, (x, n, dim, *ends) if p.flag() else (x, n, dim))
+    return Case(aten.diff.default, (x, n, dim, *ends) if n and p.flag() else (x, n, dim))
 
 
 def padding(p: Pick, rank: int, least: int) -> list[int]:

@@ -99,7 +99,10 @@ def index_fill(p: Pick) -> Case:
     x = p.x(*p.shape(0, 3))
     dim = p.dim(x.dim())
     rows = x.shape[dim] if x.dim() else 1
-    return Case(aten.index_fill.int_Scalar, (x, dim, p.ints(rows, p.size()), 1.5))
+    index = p.ints(rows, p.size())
+    if p.flag():
+        return Case(aten.index_fill.int_Tensor, (x, dim, index, p.x()))
+    return Case(aten.index_fill.int_Scalar, (x, dim, index, 1.5))
 
 
 def index_put(p: Pick) -> Case:
@@ -109,18 +112,12 @@ def index_put(p: Pick) -> Case:
     indices: list[Tensor | None] = [None] * first
     count = p.number(1, x.shape[first])
     indices.append(p.permutation(x.shape[first])[:count])
-    last = first
     if x.dim() > first + 1 and p.flag():
         if x.dim() > first + 2 and p.number(0, 3) == 0:
             indices.append(None)
-        last = len(indices)
-        indices.append(p.ints(x.shape[last], count))
-    lead = list(x.shape[:first])
-    rest = list(x.shape[last + 1 :])
-    shape = p.one(([*lead, count, *rest], [count, *rest], [1, *rest], rest))
-    apart = None in indices[first:]
-    values = p.x(*(rest if apart or (lead and shape == [count, *rest]) else shape))
-    return Case(aten.index_put.default, (x, indices, values, p.flag()))
+        indices.append(p.ints(x.shape[len(indices)], count))
+    shape = p.broadcast(x[tuple(slice(None) if i is None else i for i in indices)].shape)
+    return Case(aten.index_put.default, (x, indices, p.x(*shape), p.flag()))
 
 
 def scatter_reduce(p: Pick) -> Case:

@@ -275,7 +275,7 @@ def binary_loss(target: Target, *absent: None) -> Maker:
     def make(p: Pick) -> Case:
         shape = p.shape(0, 3)
         x, y = p.positive(*shape), p.positive(*shape)
-        weight = p.positive(*shape) if p.number(0, 2) == 0 else None
+        weight = p.positive(*p.broadcast(shape)) if p.number(0, 2) == 0 else None
         constant = (y,) if weight is None else (y, weight)
         return Case(target, (x, y, weight, *absent, p.number(0, 2)), constant=constant)
 

@@ -188,6 +188,11 @@ def view_as_real(p: Pick) -> Case:
     return Case(aten.view_as_real.default, (torch.complex(p.x(*shape), p.x(*shape)),))
 
 
+def conjugate(p: Pick) -> Case:
+    shape = p.shape(0, 3)
+    return Case(aten._conj.default, (torch.complex(p.x(*shape), p.x(*shape)),))
+
+
 def glu(p: Pick) -> Case:
     shape = p.shape(1, 3)
     dim = p.dim(len(shape))

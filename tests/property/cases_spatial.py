@@ -47,6 +47,18 @@ def upsample(target: Target, count: int, *, aligned: bool) -> Maker:
     return make
 
 
+def grid_sampler(target: Target, count: int) -> Maker:
+    """Nearest or linear samples; points outside the image are zeros or those at its border."""
+
+    def make(p: Pick) -> Case:
+        n, points = p.one((1, 2, 4)), [p.one((1, 2, 4)) for _ in range(count)]
+        x = p.x(n, p.one((1, 2, 4)), *(p.number(2, 4) for _ in range(count)))
+        grid = 2 * p.positive(n, *points, count) - 1
+        return Case(target, (x, grid, p.number(0, 1), p.number(0, 1), p.flag()))
+
+    return make
+
+
 def pixel_shuffle(p: Pick) -> Case:
     return Case(aten.pixel_shuffle.default, (p.x(p.size(), 4 * p.number(1, 2), p.size(), 3), 2))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -98,6 +99,23 @@ class Pick:
         inside = sorted(set(self.some(range(1, total), 0)[:3])) if total > 1 else []
         ends = [0, *inside, total]
         return [b - a for a, b in pairwise(ends)]
+
+
+class Seeded(Pick):
+    """Choices that follow from a number alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def one(self, choices: Sequence[T]) -> T:
+        return self._random.choice(choices)
+
+    def number(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def order(self, items: Sequence[T]) -> list[T]:
+        return self._random.sample(list(items), len(items))
 
 
 def factorisations(size: int) -> list[tuple[int, ...]]:

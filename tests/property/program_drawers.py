@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from tests.property.program_attention import Attention, Padded
 from tests.property.program_draft import Draft
-from tests.property.program_layers import ACTIVATIONS, Attention, Linear, Norm, Packed
+from tests.property.program_experts import Einsum, Experts
+from tests.property.program_images import Image, Signal
+from tests.property.program_indexing import Indexed, InPlace, Kept, Running
+from tests.property.program_layers import ACTIVATIONS, Embedding, Linear, Norm, Packed
+from tests.property.program_losses import Loss, PairLoss
 from tests.property.program_nets import Step
-from tests.property.program_parts import Pair, PairLoss, Shaped, Vector
+from tests.property.program_parts import Dropout, Pair, Shaped, Vector
 
 Drawer = Callable[[Draft], Step | None]
 
@@ -48,7 +53,8 @@ def activation(d: Draft) -> Step | None:
 
 def dropout(d: Draft) -> Step | None:
     i = d.value()
-    return None if i is None else Step("dropout", (i,), {"p": d.pick.one((0.5, 0.1))})
+    options = {"p": d.pick.one((0.5, 0.1)), "form": d.pick.one(("plain", *Dropout.FORMS))}
+    return None if i is None else Step("dropout", (i,), options)
 
 
 def _broadcasting(d: Draft, i: int) -> int | None:
@@ -89,8 +95,14 @@ def embedding(d: Draft) -> Step | None:
         return None
     i = d.pick.one(ids)
     vocabulary = max(d.size(), int(d.values[i].max()) + 1)
-    positions = d.pick.one(("", "lookup", "slice", "expanded")) if d.values[i].dim() == 2 else ""
-    options = {"vocabulary": vocabulary, "width": d.size(), "positions": positions}
+    positions = d.pick.one(("", *Embedding.POSITIONS)) if d.values[i].dim() == 2 else ""
+    options = {
+        "vocabulary": vocabulary,
+        "width": d.size(),
+        "positions": positions,
+        "padding": d.pick.one((None, None, 0)),
+        "scaled": d.rarely(3),
+    }
     return Step("embedding", (i,), options)
 
 
@@ -138,8 +150,27 @@ def attention(d: Draft) -> Step | None:
         "rotary": d.pick.one(("", "", "half", "complex")),
         "bias": not d.rarely(3),
         "p": d.pick.one((0.0, 0.0, 0.0, 0.0, 0.2)),
+        "added": d.pick.one(("", "", "", *Attention.ADDED)),
+        "cache": d.pick.one(("", "", "", "", "", *Attention.CACHES)),
     }
     return Step("attention", inputs, options)
+
+
+def padded(d: Draft) -> Step | None:
+    i = d.value(3, 3)
+    masks = [
+        j
+        for j, mask in enumerate(d.values)
+        if i is not None and mask.dtype == torch.bool and mask.shape == d.values[i].shape[:2]
+    ]
+    if i is None or not masks:
+        return None
+    options = {
+        "form": d.pick.one(Padded.FORMS),
+        "heads": d.pick.one((d.tp, 2 * d.tp, 1, 3)),
+        "d": d.pick.one((1, 2, 4)),
+    }
+    return Step("padded", (i, d.pick.one(masks)), options)
 
 
 def loss(d: Draft) -> Step | None:
@@ -152,7 +183,9 @@ def loss(d: Draft) -> Step | None:
     options = {
         "reduction": d.pick.one(("mean", "sum", "none")),
         "smoothing": d.pick.one((0.0, 0.0, 0.1)),
-        "ignore": d.rarely(3),
+        "form": d.pick.one(Loss.FORMS),
+        "ignore": d.pick.one((False, False, True, "first")),
+        "index": d.pick.one((-100, -100, 0, 1)),
         "weighted": d.rarely(3),
         "layout": d.pick.one(("flat", "flat", "middle")),
     }
@@ -224,3 +257,75 @@ def conv(d: Draft) -> Step | None:
     out = d.size() if groups == 1 else groups * d.pick.number(1, 2)
     options = {"out": out, "kernel": d.pick.number(1, 3), "groups": groups}
     return Step("conv", (i,), options)
+
+
+def image(d: Draft) -> Step | None:
+    i = d.value(3, 3)
+    if i is None:
+        return None
+    length = d.values[i].shape[1]
+    rows = d.pick.one([n for n in (1, 2, 3) if length % n == 0])
+    options = {
+        "form": d.pick.one(Image.FORMS),
+        "rows": rows,
+        "out": d.size(),
+        "bias": not d.rarely(3),
+    }
+    return Step("image", (i,), options)
+
+
+def signal(d: Draft) -> Step | None:
+    i = d.value(3, 3)
+    options = {"form": d.pick.one(Signal.FORMS), "out": d.size()}
+    return None if i is None else Step("signal", (i,), options)
+
+
+def _along(d: Draft, part: str, forms: Sequence[str]) -> Step | None:
+    i = d.value()
+    if i is None:
+        return None
+    dim = -d.pick.number(1, d.values[i].dim())
+    return Step(part, (i,), {"form": d.pick.one(forms), "dim": dim})
+
+
+def running(d: Draft) -> Step | None:
+    return _along(d, "running", tuple(Running.FORMS))
+
+
+def indexed(d: Draft) -> Step | None:
+    return _along(d, "indexed", Indexed.FORMS)
+
+
+def in_place(d: Draft) -> Step | None:
+    return _along(d, "in_place", InPlace.FORMS)
+
+
+def kept(d: Draft) -> Step | None:
+    i = d.value(2)
+    return None if i is None else Step("kept", (i,), {"form": d.pick.one(Kept.FORMS)})
+
+
+def experts(d: Draft) -> Step | None:
+    i = d.value(2, 4)
+    if i is None:
+        return None
+    options = {
+        "form": d.pick.one(Experts.FORMS),
+        "count": d.pick.one((d.tp, 2, 4, 3)),
+        "inner": d.size(),
+        "top": d.pick.number(1, 3),
+        "normed": d.pick.flag(),
+    }
+    return Step("experts", (i,), options)
+
+
+def einsum(d: Draft) -> Step | None:
+    i = d.value(3, 3)
+    if i is None:
+        return None
+    options = {
+        "form": d.pick.one(tuple(Einsum.FORMS)),
+        "inner": d.size(),
+        "count": d.pick.one((d.tp, 1, 2, 3)),
+    }
+    return Step("einsum", (i,), options)

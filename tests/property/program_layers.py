@@ -70,9 +70,20 @@ _EQUATIONS = {1: "k,kn->n", 2: "mk,kn->mn", 3: "bmk,kn->bmn"}
 
 
 class Packed(nn.Module):
-    """Several projections as one, taken apart; equal thirds or halves unless ``sizes`` says."""
+    """Several projections as one, taken apart; equal thirds or halves unless ``sizes`` says.
+    "grouped": in groups of as many as the sizes have in common, with a part of each in a group."""
 
-    FORMS = ("split", "chunk", "slices", "narrow", "unbind", "unflatten", "leading", "last")
+    FORMS = (
+        "split",
+        "chunk",
+        "slices",
+        "narrow",
+        "unbind",
+        "unflatten",
+        "leading",
+        "last",
+        "grouped",
+    )
 
     def __init__(
         self,
@@ -102,6 +113,11 @@ class Packed(nn.Module):
                 z = z.permute(x.dim() - 1, *range(x.dim() - 1), x.dim())
                 return tuple(z[i] for i in range(count))
             return y.view(*x.shape[:-1], size, count).unbind(-1)  # type: ignore[no-any-return]
+        if form == "grouped":
+            groups = math.gcd(*sizes)
+            z = y.view(*x.shape[:-1], groups, -1)
+            parts = z.split([size // groups for size in sizes], dim=-1)
+            return tuple(part.flatten(-2) for part in parts)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         if form == "slices":
             return tuple(y[..., e - s : e] for s, e in zip(sizes, ends, strict=True))
@@ -143,21 +159,40 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embeddings, with learned positions or without."""
+    """Token embeddings, with positions or without: learnt, or waves in a buffer."""
 
-    def __init__(self, xs: Sequence[Tensor], *, vocabulary: int, width: int, positions: str = ""):
+    POSITIONS = ("lookup", "slice", "expanded", "buffer", "counted", "waves", "gathered")
+
+    def __init__(
+        self,
+        xs: Sequence[Tensor],
+        *,
+        vocabulary: int,
+        width: int,
+        positions: str = "",
+        padding: int | None = None,
+        scaled: bool = False,
+    ):
         super().__init__()
-        self.positions = positions
-        self.tokens = nn.Embedding(vocabulary, width)
-        if positions:
-            self.places = nn.Embedding(xs[0].shape[-1] + 3, width)
+        self.positions, self.scale = positions, math.sqrt(width) if scaled else 1.0
+        self.tokens = nn.Embedding(vocabulary, width, padding_idx=padding)
+        length = xs[0].shape[-1]
+        if positions in ("waves", "gathered"):
+            angle = torch.outer(torch.arange(length + 3.0), 0.5 ** torch.arange(width))
+            self.register_buffer("waves", angle.sin())
+            self.waves: Tensor
+        elif positions:
+            self.places = nn.Embedding(length + 3, width)
+        self.register_buffer("ids", torch.arange(length + 3)[None], persistent=False)
+        self.ids: Tensor
 
     @property
     def weight(self) -> Tensor:
         return self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.tokens(ids)
+        x: Tensor = self.tokens(ids) * self.scale
+        length = ids.shape[-1]
         if self.positions == "lookup":
             x = x + self.places(torch.arange(ids.shape[-1], device=ids.device))
         elif self.positions == "slice":
@@ -165,6 +200,15 @@ class Embedding(nn.Module):
         elif self.positions == "expanded":
             place = torch.arange(ids.shape[-1]).unsqueeze(0).expand(ids.shape[0], -1)
             x = x + self.places(place)
+        elif self.positions == "buffer":
+            x = x + self.places(self.ids[:, :length])
+        elif self.positions == "counted":
+            mask = (ids != 0).long()
+            x = x + self.places((mask.cumsum(-1) * mask) + 1)
+        elif self.positions == "waves":
+            x = x + self.waves[:length]
+        elif self.positions == "gathered":
+            x = x + self.waves.index_select(0, torch.arange(length) + 2)
         return x
 
 
@@ -212,134 +256,3 @@ class Mlp(nn.Module):
         else:
             y = self.activation(y)
         return self.dropout(self.down(y))  # type: ignore[no-any-return]
-
-
-class Attention(nn.Module):
-    """Self-attention (or to a second input), by heads, written in one of three ways."""
-
-    CORES = ("sdpa", "causal", "masked", "bool_masked", "softmax", "softmax_causal", "einsum")
-    PROJECTIONS = ("apart", "split", "chunk", "unbind", "heads_first")
-    GROUPS = ("repeat", "expand", "sdpa")
-    VIEWS = ("view", "reshape", "unflatten")
-
-    def __init__(
-        self,
-        xs: Sequence[Tensor],
-        *,
-        heads: int,
-        kv_heads: int,
-        d: int,
-        core: str = "sdpa",
-        projection: str = "apart",
-        group: str = "repeat",
-        view: str = "view",
-        norm: str = "",
-        rotary: str = "",
-        bias: bool = True,
-        p: float = 0.0,
-    ):
-        super().__init__()
-        x, self.length = xs[0], xs[0].shape[1]
-        self.heads, self.kv_heads, self.d, self.p = heads, kv_heads, d, p
-        self.core, self.projection, self.group, self.view = core, projection, group, view
-        width = x.shape[-1]
-        if projection == "apart" or (kv_heads != heads and projection != "split") or len(xs) > 1:
-            self.projection = "apart"
-            self.q = nn.Linear(width, heads * d, bias)
-            self.k = nn.Linear(xs[-1].shape[-1], kv_heads * d, bias)
-            self.v = nn.Linear(xs[-1].shape[-1], kv_heads * d, bias)
-        else:
-            self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * d, bias)
-        self.o = nn.Linear(heads * d, width, bias)
-        self.q_norm = Norm([x.new_zeros(d)], form=norm) if norm else None
-        self.k_norm = Norm([x.new_zeros(d)], form=norm) if norm else None
-        self.rotary = rotary if d % 2 == 0 else ""
-        angle = torch.outer(torch.arange(x.shape[1]), 0.3 ** torch.arange(max(d // 2, 1)))
-        self.register_buffer("cos", torch.cat([angle, angle], -1).cos())
-        self.register_buffer("sin", torch.cat([angle, angle], -1).sin())
-        self.register_buffer("turn", torch.polar(torch.ones_like(angle), angle))
-        self.register_buffer("mask", torch.randn(self.length, xs[-1].shape[1]))
-        self.cos: Tensor
-        self.sin: Tensor
-        self.turn: Tensor
-        self.mask: Tensor
-
-    def _project(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[batch, heads, length, d] each."""
-        b, h, g, d = x.shape[0], self.heads, self.kv_heads, self.d
-        if self.projection == "apart":
-            q, k, v = self.q(x), self.k(y), self.v(y)
-        elif self.projection == "split":
-            q, k, v = self.qkv(x).split([h * d, g * d, g * d], dim=-1)
-        elif self.projection == "chunk":
-            q, k, v = self.qkv(x).chunk(3, dim=-1)
-        elif self.projection == "unbind":
-            packed = self.qkv(x).view(b, -1, 3, h, d).permute(2, 0, 3, 1, 4)
-            return packed.unbind(0)  # type: ignore[no-any-return]
-        else:
-            packed = self.qkv(x).view(b, -1, h, 3 * d).transpose(1, 2)
-            return packed.chunk(3, dim=-1)  # type: ignore[no-any-return]
-        return self._heads(q, h), self._heads(k, g), self._heads(v, g)
-
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        if self.view == "unflatten":
-            return x.unflatten(-1, (heads, self.d)).transpose(1, 2)  # type: ignore[no-any-return]
-        if self.view == "reshape":
-            return x.reshape(*x.shape[:-1], heads, self.d).permute(0, 2, 1, 3)
-        return x.view(x.shape[0], -1, heads, self.d).transpose(1, 2)
-
-    def _turned(self, x: Tensor) -> Tensor:
-        if self.rotary == "half":
-            a, b = x[..., : self.d // 2], x[..., self.d // 2 :]
-            return x * self.cos + torch.cat((-b, a), dim=-1) * self.sin
-        if self.rotary == "complex":
-            pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-            return torch.view_as_real(pairs * self.turn).flatten(-2)
-        return x
-
-    def _grouped(self, x: Tensor) -> Tensor:
-        times = self.heads // self.kv_heads
-        if times == 1 or (self.group == "sdpa" and self._fused()):
-            return x
-        if self.group == "expand":
-            b, g, s, d = x.shape
-            return x[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
-        return x.repeat_interleave(times, dim=1)
-
-    def _fused(self) -> bool:
-        return self.core in ("sdpa", "causal", "masked", "bool_masked")
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        q, k, v = self._project(x, x if y is None else y)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if y is None:
-            q, k = self._turned(q), self._turned(k)
-        k, v = self._grouped(k), self._grouped(v)
-        attended = self._attend(q, k, v).transpose(1, 2)
-        return self.o(attended.reshape(x.shape[0], x.shape[1], -1))  # type: ignore[no-any-return]
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        p = self.p if self.training else 0.0
-        if self._fused():
-            mask = {"masked": self.mask, "bool_masked": self.mask < 1.0}.get(self.core)
-            if self.core == "bool_masked":
-                mask = (self.mask < 1.0) | torch.eye(*self.mask.shape, dtype=torch.bool)
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=p,
-                is_causal=self.core == "causal",
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        if self.core == "einsum":
-            scores = torch.einsum("bhsd,bhtd->bhst", q, k) / math.sqrt(self.d)
-            chances = F.dropout(scores.softmax(-1), p, self.training)
-            return torch.einsum("bhst,bhtd->bhsd", chances, v)
-        scores = torch.matmul(q, k.transpose(-1, -2)) * self.d**-0.5
-        if self.core == "softmax_causal":
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return F.dropout(F.softmax(scores, dim=-1), p, self.training) @ v

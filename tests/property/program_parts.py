@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.property.program_attention import Attention, Padded
+from tests.property.program_experts import Einsum, Experts
+from tests.property.program_images import Image, Signal
+from tests.property.program_indexing import Indexed, InPlace, Kept, Running
 from tests.property.program_layers import (
     ACTIVATIONS,
-    Attention,
     Embedding,
     Linear,
     Lora,
@@ -23,6 +26,7 @@ from tests.property.program_layers import (
     Norm,
     Packed,
 )
+from tests.property.program_losses import Loss, PairLoss
 
 
 class Activation(nn.Module):
@@ -34,9 +38,24 @@ class Activation(nn.Module):
         return self.function(x)
 
 
-class Dropout(nn.Dropout):
-    def __init__(self, xs: Sequence[Tensor], *, p: float):
-        super().__init__(p)
+class Dropout(nn.Module):
+    """Dropout of elements, of whole channels, and other random numbers."""
+
+    FORMS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+        "plain": lambda x, p: F.dropout(x, p),
+        "channels": lambda x, p: F.dropout1d(x, p),
+        "alpha": lambda x, p: F.alpha_dropout(x, p, training=True),
+        "twice": lambda x, p: F.dropout(x, p) + F.dropout(x, p),
+        "noise": lambda x, p: x + p * torch.rand_like(x),
+        "normal": lambda x, p: x * (1.0 + p * torch.randn_like(x)),
+    }
+
+    def __init__(self, xs: Sequence[Tensor], *, p: float, form: str = "plain"):
+        super().__init__()
+        self.function, self.p = self.FORMS[form], p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.p) if self.training else x
 
 
 class Pair(nn.Module):
@@ -72,56 +91,6 @@ class Sum(nn.Module):
 
     def __init__(self, xs: Sequence[Tensor]):
         super().__init__()
-
-
-class Loss(nn.Module):
-    """Cross entropy along the last dimension, to an integer input or to fixed targets."""
-
-    def __init__(
-        self,
-        xs: Sequence[Tensor],
-        *,
-        reduction: str = "mean",
-        smoothing: float = 0.0,
-        ignore: bool = False,
-        weighted: bool = False,
-        layout: str = "flat",
-    ):
-        super().__init__()
-        shape, classes = xs[0].shape[:-1], xs[0].shape[-1]
-        self.reduction, self.smoothing, self.layout = reduction, smoothing, layout
-        targets = torch.randint(0, classes, shape)
-        if ignore:
-            targets[..., 1:] = torch.where(
-                torch.rand_like(xs[0][..., 1:, 0]) < 0.3, -100, targets[..., 1:]
-            )
-        self.register_buffer("targets", targets)
-        self.register_buffer("weights", torch.rand(classes) + 0.1 if weighted else None)
-        self.targets: Tensor
-        self.weights: Tensor | None
-
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        targets = self.targets if targets is None else targets % x.shape[-1]
-        if self.layout == "middle" and x.dim() > 2:
-            x = x.transpose(1, -1)
-            targets = targets.transpose(1, -1) if targets.dim() > 2 else targets
-        else:
-            x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-        return F.cross_entropy(
-            x, targets, self.weights, reduction=self.reduction, label_smoothing=self.smoothing
-        )
-
-
-class PairLoss(nn.Module):
-    FORMS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-
-    def __init__(self, xs: Sequence[Tensor], *, form: str = "mse_loss", reduction: str = "mean"):
-        super().__init__()
-        self.function = getattr(F, form)
-        self.reduction = reduction
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.function(x, y, reduction=self.reduction)  # type: ignore[no-any-return]
 
 
 def _written(x: Tensor, n: int) -> Tensor:
@@ -267,6 +236,7 @@ PARTS: Mapping[str, type[nn.Module]] = {
     "lora": Lora,
     "mlp": Mlp,
     "attention": Attention,
+    "padded": Padded,
     "loss": Loss,
     "pair_loss": PairLoss,
     "shaped": Shaped,
@@ -274,4 +244,12 @@ PARTS: Mapping[str, type[nn.Module]] = {
     "product": Product,
     "vector": Vector,
     "conv": Conv,
+    "image": Image,
+    "signal": Signal,
+    "running": Running,
+    "indexed": Indexed,
+    "in_place": InPlace,
+    "kept": Kept,
+    "experts": Experts,
+    "einsum": Einsum,
 }

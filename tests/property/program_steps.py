@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.property import program_drawers as drawers
 from tests.property.program_draft import Draft
+from tests.property.program_indexing import Indexed, InPlace, Running
 from tests.property.program_layers import ACTIVATIONS, Norm
 from tests.property.program_nets import Body, Step
 from tests.property.program_parts import Shaped
@@ -21,7 +22,20 @@ WHOLE = (
     "var",
     "roll",
 )
-REPEATABLE = ("linear", "norm", "mlp", "attention", "packed", "lora", "layers", "vector")
+REPEATABLE = (
+    "linear",
+    "norm",
+    "mlp",
+    "attention",
+    "packed",
+    "lora",
+    "layers",
+    "vector",
+    "experts",
+    "einsum",
+    "image",
+    "kept",
+)
 
 
 def _again(d: Draft) -> Step | None:
@@ -33,7 +47,7 @@ def _again(d: Draft) -> Step | None:
     if step.part not in REPEATABLE:
         return None
     shapes = [d.values[i].shape for i in step.inputs]
-    exact = step.part in ("attention", "layers", "vector")
+    exact = step.part in ("attention", "layers", "vector", "einsum", "image", "kept")
     choices = [
         [
             j
@@ -155,7 +169,16 @@ DRAWERS: tuple[tuple[int, drawers.Drawer], ...] = (
     (1, drawers.product),
     (1, drawers.vector),
     (1, drawers.dropout),
+    (6, drawers.padded),
     (1, drawers.conv),
+    (3, drawers.image),
+    (2, drawers.signal),
+    (4, drawers.running),
+    (4, drawers.indexed),
+    (3, drawers.in_place),
+    (2, drawers.kept),
+    (3, drawers.experts),
+    (3, drawers.einsum),
 )
 _WEIGHTED = tuple(drawer for weight, drawer in DRAWERS for _ in range(weight))
 
@@ -179,6 +202,9 @@ def sandwich(d: Draft) -> None:
         Step("shaped", (), {"form": form, "dim": -1, "n": d.pick.one((1, 2, d.tp))}),
         Step("activation", (), {"name": d.pick.one(tuple(ACTIVATIONS))}),
         Step("norm", (), {"form": d.pick.one(Norm.FORMS)}),
+        Step("running", (), {"form": d.pick.one(tuple(Running.FORMS)), "dim": -1}),
+        Step("indexed", (), {"form": d.pick.one(Indexed.FORMS), "dim": -1}),
+        Step("in_place", (), {"form": d.pick.one(InPlace.FORMS), "dim": -1}),
     )
     if d.try_add(drawers.linear(d)):
         added = len(d.values) - 1

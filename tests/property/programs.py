@@ -28,21 +28,26 @@ class Program:
     tp: int
     sp: bool = False
     seed: int = 0
+    training: bool = True
 
     def build(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """The module in train mode, and the arguments of one call."""
+        """The module, and the arguments of one call."""
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             values = [make_input(each) for each in self.inputs]
             model = Model(self.body, values)
             randomise(model)
         names = [f"x{i}" for i in range(1, len(values))]
-        return model.double().train(), (values[0],), dict(zip(names, values[1:], strict=True))
+        model.double().train(self.training)
+        return model, (values[0],), dict(zip(names, values[1:], strict=True))
 
 
 @st.composite
-def programs(draw: Any, *, most_steps: int = 9) -> Program:
-    pick = Pick(draw)
+def programs(draw: Any) -> Program:
+    return random_program(Pick(draw))
+
+
+def random_program(pick: Pick, *, most_steps: int = 9) -> Program:
     tp = pick.one(RANKS)
     batch = pick.one((2, 1, 3, 4))
     length = pick.one((tp, 2 * tp, 6, 1, 5, 12)) if tp < 8 else pick.one((8, 8, 5, 6))
@@ -54,6 +59,8 @@ def programs(draw: Any, *, most_steps: int = 9) -> Program:
             ("ids",),
             ("grad", "ids"),
             ("ids", "ids"),
+            ("ids", "mask"),
+            ("grad", "mask"),
             ("plain", "grad"),
             ("grad", "vector"),
             ("ids", "grad", "grad"),
@@ -61,10 +68,11 @@ def programs(draw: Any, *, most_steps: int = 9) -> Program:
     )
     inputs = []
     for kind in kinds:
-        shape: tuple[int, ...] = (batch, length) if kind == "ids" else (batch, length, width)
+        tokens = kind in ("ids", "mask")
+        shape: tuple[int, ...] = (batch, length) if tokens else (batch, length, width)
         if kind == "vector":
             kind, shape = "grad", (width,)
-        elif kind != "ids" and rarely(pick, 6):
+        elif not tokens and rarely(pick, 6):
             shape = pick.one(
                 (
                     (batch, width),
@@ -84,7 +92,7 @@ def programs(draw: Any, *, most_steps: int = 9) -> Program:
         grow(d, pick.number(1, most_steps))
         outputs = _outputs(d, len(inputs))
     body = Body(d.net.body.steps, outputs, d.net.body.named)
-    return Program(tuple(inputs), body, tp, pick.flag(), seed)
+    return Program(tuple(inputs), body, tp, pick.flag(), seed, not rarely(pick, 6))
 
 
 def _outputs(d: Draft, inputs: int) -> tuple[int, ...]:

@@ -299,7 +299,7 @@ class Checker:
         """What each rank holds of a value."""
         if isinstance(kind, Shard):
             return [cut(value, kind, rank, ranks).contiguous() for rank in range(ranks)]
-        if kind == P:
+        if kind == P and value.dtype != torch.bool:
             addends = [self._random(value.shape, value.dtype) for _ in range(ranks - 1)]
             return [*addends, value - torch.stack(addends).sum(0).to(value.dtype)]
         return [value] * ranks

@@ -200,3 +200,19 @@ def test_a_models_own_warnings_come_through() -> None:
 
     with pytest.warns(DeprecationWarning, match="mine"):
         trace(Lambda(forward), (x_(),))
+
+
+@pytest.mark.parametrize("part", [slice(0, 2), slice(2, 4)], ids=["overlapping", "apart"])
+def test_a_buffer_within_another_is_not_written(part: slice) -> None:
+    def forward(m: Any, x: Tensor, y: Any, flag: bool) -> Any:
+        m.first.mul_(2.0)
+        return m.a(x) * m.second.sum()
+
+    model, whole = Lambda(forward), torch.ones(4)
+    model.register_buffer("first", whole[:2])
+    model.register_buffer("second", whole[part])
+    if part.start:
+        trace(model, (x_(),))
+        return
+    with pytest.raises(TraceError, match=r"buffer first, which shares memory with second"):
+        trace(model, (x_(),))
