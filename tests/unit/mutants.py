@@ -14,6 +14,8 @@ from graphpar.errors import VerifyError
 from graphpar.ops import is_conversion
 from graphpar.passes.rules import is_form, local_call, whole_op
 from graphpar.program import (
+    MESH_DIM,
+    PerRank,
     Program,
     TensorSpec,
     annotate,
@@ -25,7 +27,7 @@ from graphpar.program import (
     result_types,
     tensor_spec,
 )
-from graphpar.types import I, P, R, Type, letter
+from graphpar.types import I, P, R, Type, layout_arguments, letter, split_layout
 from graphpar.verify.derive import derive_type
 from graphpar.verify.node import operand_types
 from graphpar.verify.types import check_state
@@ -159,20 +161,32 @@ def mutants_of_inputs(program: Program) -> Iterator[Mutant]:
 
 
 def mutants_of_arguments(program: Program) -> Iterator[Mutant]:
-    """Each local size argument as it was for the whole tensor, and each size one off."""
+    """Each local size argument as it was for the whole tensor, and each size one off, on all
+    ranks or on one."""
     for place in places(program, lambda n: info(n).whole_call is not None):
         node = find(program, place)
         whole = changed(program, place, _as_whole)
         yield Mutant("size", f"{place} of the whole", whole)
         for index, argument in enumerate(node.args):
-            for step in (-1, 1):
-                if isinstance(argument, (list, tuple)) and isinstance(argument[0], int):
-                    for at in range(len(argument)):
-                        sizes = list(argument)
-                        sizes[at] += step
+            if isinstance(argument, (list, tuple)) and isinstance(argument[0], (int, PerRank)):
+                for at, size in enumerate(argument):
+                    for other in _other_sizes(size):
+                        sizes = [*argument[:at], other, *argument[at + 1 :]]
                         yield _with_argument(program, place, index, sizes)
-                elif isinstance(argument, int) and not isinstance(argument, bool):
-                    yield _with_argument(program, place, index, argument + step)
+            elif isinstance(argument, (int, PerRank)) and not isinstance(argument, bool):
+                for other in _other_sizes(argument):
+                    yield _with_argument(program, place, index, other)
+
+
+def _other_sizes(size: Any) -> Iterator[Any]:
+    if not isinstance(size, PerRank):
+        yield from (size - 1, size + 1)
+        return
+    first, *rest = size.values
+    yield PerRank((first + 1, *rest))
+    yield PerRank((first, *(value - 1 for value in rest)))
+    yield PerRank(size.values[::-1])
+    yield first
 
 
 def _as_whole(node: fx.Node) -> None:
@@ -194,11 +208,15 @@ def mutants_of_forms(program: Program) -> Iterator[Mutant]:
 
     def edits(node: fx.Node) -> Iterator[tuple[str, tuple[Any, ...]]]:
         call: Any = node.args
-        *args, dim, blocks, group = call
-        halves = tuple(size // 2 for size in blocks for _ in range(2))
-        yield "other blocks", (*args, dim, halves, group)
-        yield "other axis", (*args, dim - 1, blocks, group)
-        yield "other group", (*args, dim, blocks, "dp")
+        args, kind, _ = split_layout(call)
+        halves = tuple(size // 2 for size in kind.blocks for _ in range(2))
+        for name, other in (
+            ("other blocks", replace(kind, blocks=halves)),
+            ("other axis", replace(kind, dim=kind.dim - 1)),
+            ("other units", replace(kind, units=kind.units + 1)),
+        ):
+            yield name, (*args, *layout_arguments(other, MESH_DIM))
+        yield "other group", (*args, *layout_arguments(kind, "dp"))
 
     for place in places(program, lambda n: is_form(n.target)):
         node = find(program, place)

@@ -29,7 +29,7 @@ from tests.unit.mutations import Mutant
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.errors.GraphparWarning")
 
-CASES = [(model, sp) for model in ("gpt2", "llama") for sp in (False, True)]
+CASES = [(model, sp) for model in ("gpt2", "llama") for sp in (False, True)] + [("odd", True)]
 IDS = [f"{model}-{'sp' if sp else 'tp'}" for model, sp in CASES]
 
 # Mutants that are accepted, and rightly: the simulated ranks agree with the model.
