@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphpar.cost.calibrate import calibrate_cpu
-from graphpar.cost.dry_run import GraphRun, Step, Storage, dry_run
+from graphpar.cost.dry_run import GraphRun, Step, Storage, dry_run, replayed_kernels
 from graphpar.cost.hardware import HARDWARE, Hardware, Link, find_hardware
 from graphpar.cost.kernels import Kernel
 from graphpar.cost.partition import CostModel, is_contraction
@@ -29,6 +29,7 @@ __all__ = [
     "dry_run",
     "find_hardware",
     "is_contraction",
+    "replayed_kernels",
     "saved_tensors",
     "total_us",
 ]

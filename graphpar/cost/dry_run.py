@@ -9,9 +9,10 @@ arguments, however often it is called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from graphpar.cost.kernels import Kernel, KernelRecorder
 from graphpar.errors import InternalError
-from graphpar.program import MESH_DIM, Program, TensorSpec, info, outputs, placeholders
+from graphpar.program import MESH_DIM, Program, Region, TensorSpec, info, outputs, placeholders
 from graphpar.types import I, Type, local_shape
 
 
@@ -44,7 +45,9 @@ class Step:
     """One node's run. Numbers are keys of :attr:`GraphRun.storages`.
 
     ``reads`` are the storages of its arguments, ``results`` those of its results and ``saves``
-    those that autograd keeps for it, in order. ``inner_bytes`` is what a called block keeps beside
+    those that autograd keeps for it, in order. ``identity``: it gives the very tensor that it
+    got. ``until_saved`` is how many of its kernels run before autograd has the last tensor that it
+    saves (-1: it saves none). ``inner_bytes`` is what a called block keeps beside
     its arguments and results.
     """
 
@@ -53,6 +56,8 @@ class Step:
     reads: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     saves: tuple[int, ...] = ()
+    identity: bool = False
+    until_saved: int = -1
     block: GraphRun | None = None
 
     @property
@@ -88,10 +93,32 @@ class GraphRun:
             yield from step.kernels if step.block is None else step.block.kernels
 
     @property
+    def replayed(self) -> Iterator[Kernel]:
+        """The kernels that backward runs again."""
+        for region, steps in groupby(self.steps, lambda step: info(step.node).region):
+            members = list(steps)
+            if region is not None:
+                again = {s.node for s in members if info(s.node).replay}
+                yield from replayed_kernels(members, again)
+            for step in members:
+                yield from () if step.block is None else step.block.replayed
+
+    @property
     def inner_bytes(self) -> int:
         """What it keeps beside its inputs and outputs."""
         inner = self.saved - set(self.inputs) - set(self.outputs)
         return sum(self.storages[s].nbytes for s in inner)
+
+
+def replayed_kernels(region: Sequence[Step], again: Collection[fx.Node]) -> Iterator[Kernel]:
+    """The kernels of a region's replay, which runs the nodes ``again`` and stops when autograd has
+    all that it saves."""
+    saving = [i for i, step in enumerate(region) if step.until_saved >= 0]
+    end = saving[-1] if saving else -1
+    for step in region[: max(end, 0)]:
+        yield from step.kernels if step.node in again else ()
+    if end >= 0 and region[end].node in again:
+        yield from region[end].kernels[: region[end].until_saved]
 
 
 def dry_run(program: Program) -> GraphRun:
@@ -196,11 +223,19 @@ class _Runner:
         entries = [storages.number(x) if isinstance(x, Tensor) else None for x in inputs]
         env: dict[fx.Node, Any] = dict(zip(placeholders(graph), inputs, strict=True))
         steps: list[tuple[Step, list[weakref.ref[_Kept]]]] = []
+        kept: dict[Region, list[_Kept]] = {}  # to the end of the run
+        named = {node.name: node for node in graph.nodes}
         for node in graph.nodes:
             if node.op == "get_attr":
                 env[node] = self._read(f"{path}.{node.target}" if path else str(node.target))
             elif node.op in ("call_function", "call_module"):
-                steps.append(self._step(node, env, storages))
+                step, held = self._step(node, env, storages)
+                region = info(node).region
+                if region is not None and region not in kept:
+                    values = [env[named[name]] for name in region.kept]
+                    kept[region] = [_Kept(x, storages.number(x)) for x in _tensors(values)]
+                    held = [weakref.ref(each) for each in kept[region]]
+                steps.append((step, held))
         values = [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
         env.clear()  # what no output leads to is not kept
         run = GraphRun(
@@ -220,10 +255,14 @@ class _Runner:
             step, env[node] = self._call(node, args, reads, storages)
             return step, []
         kept: list[weakref.ref[_Kept]] = []
+        until_saved = -1
 
         def pack(x: Tensor) -> _Kept:
+            nonlocal until_saved
+            until_saved = len(recorder.kernels)
             held = _Kept(x, storages.number(x, node))
-            kept.append(weakref.ref(held))
+            if info(node).region is None:
+                kept.append(weakref.ref(held))
             return held
 
         target: Any = node.target
@@ -233,7 +272,14 @@ class _Runner:
         with recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             env[node] = target(*args, **kwargs)
         results = tuple(storages.number(x, node) for x in _tensors(env[node]))
-        step = Step(node=node, kernels=tuple(recorder.kernels), reads=reads, results=results)
+        step = Step(
+            node=node,
+            kernels=tuple(recorder.kernels),
+            reads=reads,
+            results=results,
+            identity=any(env[node] is x for x in _tensors((args, kwargs))),
+            until_saved=until_saved,
+        )
         return step, kept
 
     def _call(
@@ -265,16 +311,11 @@ class _Runner:
 
 
 def _alive(step: Step, kept: Sequence[weakref.ref[_Kept]]) -> Step:
-    held = [found for ref in kept if (found := ref()) is not None]
+    """The step with the storages that autograd has not dropped since."""
     if step.block is not None:
         return step
-    return Step(
-        node=step.node,
-        kernels=step.kernels,
-        reads=step.reads,
-        results=step.results,
-        saves=tuple(found.storage for found in held),
-    )
+    held = [found for ref in kept if (found := ref()) is not None]
+    return replace(step, saves=tuple(found.storage for found in held))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from graphpar.ops import library as library  # defines torch.ops.graphpar
+from graphpar.ops.recompute import recompute
 from graphpar.ops.table import CONVERSION_OPS, conversion, is_conversion, signature
 from graphpar.types import Type
 
@@ -51,6 +52,7 @@ __all__ = [
     "nll_loss",
     "pad",
     "rank_dropout",
+    "recompute",
     "redistribute",
     "reduce_scatter",
     "seeded_dropout",
