@@ -10,7 +10,7 @@ from torch import fx
 
 from graphpar.cost import Roofline, Times, dry_run, find_hardware
 from graphpar.errors import InputError
-from graphpar.passes.choose_recompute.blocks import BlockPlan
+from graphpar.passes.choose_recompute.blocks import BlockPlan, Curve
 from graphpar.passes.choose_recompute.budget import format_bytes, parse_bytes
 from graphpar.passes.choose_recompute.calls import Calls
 from graphpar.passes.choose_recompute.mix import choose_counts, least_bytes, plans_of
@@ -28,9 +28,10 @@ Plans = dict[str, BlockPlan]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChooseRecompute:
     """``mode``: "none"; "selective", the least kept bytes whose replay takes at most a twentieth of
-    forward and backward; "full", the least kept bytes of every block; "auto", the least time in
-    the budget. ``budget_bytes`` per device, for parameters, gradients, AdamW's two moments, what
-    autograd keeps and the largest replay. ``times`` is the cost model (default: of an H100).
+    forward and backward; "full", the least kept bytes of every block, or of a model without one;
+    "auto", the least time in the budget. ``budget_bytes`` per device, for parameters, gradients,
+    AdamW's two moments, what autograd keeps and the largest replay. ``times`` is the cost model
+    (default: of an H100).
     """
 
     mode: Literal["none", "selective", "full", "auto"] = "auto"
@@ -58,20 +59,23 @@ def choose_recompute(program: Program, options: ChooseRecompute = ChooseRecomput
     calls = Calls(program, dry_run(program), times)
     none = calls.none()
     plans, bound_us = none, 0.0
-    if options.mode == "full":
-        plans = calls.uniform(lambda name, curve: curve.plans[-1] if name else curve.plans[0])
-    elif options.mode == "selective":
-        plans = calls.uniform(_selective)
+    if options.mode in ("full", "selective"):
+        pick = _full if options.mode == "full" else _selective
+        alone = calls.names == [""]  # without a block, the whole is one
+        plans = calls.uniform(lambda name, curve: pick(curve) if name or alone else curve.none)
     elif options.budget_bytes is not None:
         plans, bound_us = _fit(calls, options.budget_bytes)
     report = _report(calls, plans, options, bound_us if options.mode == "auto" else None)
     return _marked(program, plans, {**program.report, "recompute": report})
 
 
-def _selective(name: str, curve: Any) -> BlockPlan:
+def _full(curve: Curve) -> BlockPlan:
+    return curve.plans[-1]
+
+
+def _selective(curve: Curve) -> BlockPlan:
     limit_us = SELECTIVE_SHARE * 3 * curve.forward_us
-    plan: BlockPlan = [p for p in curve.plans if p.replay_us <= limit_us][-1]
-    return plan if name else curve.plans[0]
+    return [p for p in (curve.none, *curve.plans) if p.replay_us <= limit_us][-1]
 
 
 def _fit(calls: Calls, budget_bytes: int) -> tuple[Plans, float]:

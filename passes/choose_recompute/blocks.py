@@ -46,6 +46,10 @@ class Curve:
     forward_us: float
     times: Times
 
+    @property
+    def none(self) -> BlockPlan:
+        return self.plan(())
+
     def within(self, budget_bytes: int) -> BlockPlan | None:
         """The fastest plan that keeps at most ``budget_bytes``, inputs and outputs counted."""
         found = within(self.problem, budget_bytes)

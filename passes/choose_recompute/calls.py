@@ -82,7 +82,7 @@ class Calls:
         return {path: chosen[name] for name in self.names for path in self.paths[name]}
 
     def none(self) -> dict[str, BlockPlan]:
-        return self.uniform(lambda _, curve: curve.plan(()))
+        return self.uniform(lambda _, curve: curve.none)
 
     def assigned(self, plans: Sequence[Sequence[BlockPlan]]) -> dict[str, BlockPlan]:
         """For each group a plan for each of its calls, in order."""
