@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphpar.cost import CostModel
+from graphpar.cost import CostModel, Hardware, Roofline, find_hardware
 from graphpar.errors import InputError
 from graphpar.mesh import check_tp, find_mesh
 from graphpar.parallel_module import ParallelModule
+from graphpar.passes.choose_recompute import parse_bytes
 from graphpar.pipeline import Pipeline, default_pipeline
 from graphpar.trace import example_inputs
 from graphpar.types import Type
@@ -28,6 +29,9 @@ def transform(
     mesh: DeviceMesh | None = None,
     cost: CostModel | None = None,
     rng: str = "invariant",
+    recompute: str = "auto",
+    memory_budget: int | str | None = None,
+    hardware: str | Hardware | None = None,
 ) -> ParallelModule:
     """Partition an unmodified module over ``tp`` ranks.
 
@@ -52,6 +56,15 @@ def transform(
             value is sharded. For one rank the latter two change nothing. Other random ops, and
             dropout between the layers of ``nn.LSTM`` and its kin, run whole on every rank, with
             numbers that are the same on all of them.
+        recompute: what backward runs again instead of keeping it. "none": nothing. "selective":
+            the least kept bytes whose replay takes at most a twentieth of forward and backward.
+            "full": all of every repeated block but its inputs (Korthikanti et al. 2022, section
+            5, for both). "auto": as little as ``memory_budget`` asks for.
+        memory_budget: bytes per device, or a text such as "40GiB", for parameters, gradients,
+            AdamW's two moments, what autograd keeps and the largest replay. Default: the device's
+            memory, of ``hardware`` or of the GPU that the model is on; else there is no limit.
+        hardware: the device whose times count for the choice ("a100-80gb"; see
+            :data:`graphpar.cost.HARDWARE`). Default: an H100.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.
@@ -63,16 +76,38 @@ def transform(
     if not isinstance(sp, bool):
         raise InputError(f"sp must be a bool, not {sp!r}")
     tp = check_tp(tp)
-    default_pipeline(tp=tp, rng=rng)  # an unknown rng is an error now, not at the first call
+    device = None if hardware is None else find_hardware(hardware)
+    budget = _budget(memory_budget, device, _device_of(model))
 
     def pipeline_of(types: Mapping[str, Type] | None) -> Pipeline:
-        return default_pipeline(tp=tp, sp=sp, cost=cost, rng=rng, state_types=types)
+        return default_pipeline(
+            tp=tp,
+            sp=sp,
+            cost=cost,
+            rng=rng,
+            recompute=recompute,
+            budget_bytes=budget if recompute == "auto" else None,
+            times=None if device is None else Roofline(hardware=device),
+            state_types=types,
+        )
+
+    pipeline_of(None)  # a wrong option is an error now, not at the first call
 
     parallel = ParallelModule(model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)))
     call = _example(model, example_args, example_kwargs)
     if call is not None:
         parallel.prepare(*call)
     return parallel
+
+
+def _budget(given: int | str | None, hardware: Hardware | None, device: torch.device) -> int | None:
+    if given is not None:
+        return parse_bytes(given)
+    if hardware is not None:
+        return hardware.memory_bytes
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return None
 
 
 def _device_of(model: nn.Module) -> torch.device:

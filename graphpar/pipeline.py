@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from graphpar.cost import CostModel
+from graphpar.cost import CostModel, Times
 from graphpar.errors import InputError
 from graphpar.passes.annotate import AnnotatePartitions, annotate_partitions
+from graphpar.passes.apply_recompute import ApplyRecompute, apply_recompute
+from graphpar.passes.choose_recompute import MODES, ChooseRecompute, choose_recompute
 from graphpar.passes.fuse_biases import FuseBiases, fuse_biases
 from graphpar.passes.insert_collectives import InsertCollectives, insert_collectives
 from graphpar.passes.localize import Localize, localize
@@ -39,6 +41,8 @@ PASSES: Mapping[str, tuple[Pass, type]] = {
     "fuse-biases": (fuse_biases, FuseBiases),
     "localize": (localize, Localize),
     "seed-dropout": (seed_dropout, SeedDropout),
+    "choose-recompute": (choose_recompute, ChooseRecompute),
+    "apply-recompute": (apply_recompute, ApplyRecompute),
 }
 
 
@@ -104,18 +108,29 @@ def default_pipeline(
     sp: bool = False,
     cost: CostModel | None = None,
     rng: str = "invariant",
+    recompute: str = "none",
+    budget_bytes: int | None = None,
+    times: Times | None = None,
     state_types: Mapping[str, Type] | None = None,
 ) -> Pipeline:
     """What :func:`graphpar.transform` runs after tracing. ``tp=1`` is the identity, but for the
     masks of dropout with ``rng="invariant"``.
 
-    ``state_types``: types that parameters already have, from an earlier trace of the model.
+    ``recompute``, ``budget_bytes``, ``times``: see :class:`ChooseRecompute`. ``state_types``: types
+    that parameters already have, from an earlier trace of the model.
     """
     if rng not in RNG:
         raise InputError(f"rng must be one of {', '.join(map(repr, RNG))}, not {rng!r}")
+    if recompute not in MODES:
+        known = ", ".join(map(repr, MODES))
+        raise InputError(f"recompute must be one of {known}, not {recompute!r}")
+    chosen: Pipeline = ()
+    if recompute in ("selective", "full") or (recompute == "auto" and budget_bytes is not None):
+        options = {"mode": recompute, "budget_bytes": budget_bytes, "times": times}
+        chosen = (step("choose-recompute", **options), step("apply-recompute"))
     if tp == 1:
         seeded = (step("split-dropout"), step("seed-dropout")) if rng == "invariant" else ()
-        return (step("outline"), *seeded)
+        return (step("outline"), *seeded, *chosen)
     before = () if rng == "exact" else (step("split-dropout"),)
     after = () if rng == "exact" else (step("seed-dropout", rng=rng),)
     return (
@@ -134,6 +149,7 @@ def default_pipeline(
         step("fuse-biases"),
         step("localize"),
         *after,
+        *chosen,
     )
 
 

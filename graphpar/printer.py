@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from graphpar.axes import format_dim
 from graphpar.program import (
     MESH_DIM,
     Program,
+    Region,
     TensorSpec,
     info,
     is_getitem,
@@ -25,6 +27,7 @@ from graphpar.program import (
     of_rank,
     outputs,
     placeholders,
+    region_results,
 )
 from graphpar.types import I, Shard, Type, local_shape, local_size
 
@@ -75,17 +78,64 @@ def _function(program: Program, name: str, graph: fx.Graph, rank: int | None) ->
         yield f"    # {node.name}: {_described(program, node)}"
     last = {} if rank is None else last_uses(graph)
     source = ""
-    for node in graph.nodes:
+    for region, nodes in groupby(list(graph.nodes), lambda n: info(n).region):
+        if region is None:
+            lines, source = _body(program, nodes, last, rank, source)
+            yield from (f"    {line}" for line in lines)
+        else:
+            yield from _region(program, region, list(nodes), last, rank)
+            source = ""
+
+
+def _body(
+    program: Program,
+    nodes: Iterable[fx.Node],
+    last: Mapping[fx.Node, Sequence[fx.Node]],
+    rank: int | None,
+    source: str = "",
+) -> tuple[list[str], str]:
+    """The lines of consecutive nodes, and the source line that the last of them comes from."""
+    lines = []
+    for node in nodes:
         line = _statement(program, node, rank)
         if line is None:
             continue
         if node.op != "output" and str(info(node).source) != source:
             source = str(info(node).source)
-            yield f"    # {source}"
+            lines.append(f"# {source}")
         comment = "" if node.op == "output" else f"  # {_described(program, node)}"
-        yield f"    {line}{comment}"
+        lines.append(line + comment)
         if last.get(node):
-            yield f"    del {', '.join(n.name for n in last[node])}"
+            lines.append(f"del {', '.join(n.name for n in last[node])}")
+    return lines, source
+
+
+def _region(
+    program: Program,
+    region: Region,
+    nodes: Sequence[fx.Node],
+    last: Mapping[fx.Node, Sequence[fx.Node]],
+    rank: int | None,
+) -> Iterator[str]:
+    """A function that backward calls again, and its call."""
+    results = [n.name for n in region_results(nodes)]
+    given = {*region.kept, *region.passed, *results}
+    ended = [n.name for node in nodes for n in last.get(node, ())]
+    inner = {node: [n for n in last.get(node, ()) if n.name not in given] for node in nodes}
+    name = f"region_{region.number}"
+    yield f"    def {name}({', '.join(['run', *region.kept, *region.passed])}):"
+    yield from (f"        {line}" for line in _body(program, nodes, inner, rank)[0])
+    yield f"        return [{', '.join(results)}]"
+    arguments = [name, f"[{', '.join(region.kept)}]"]
+    if region.passed:
+        arguments.append(f"[{', '.join(region.passed)}]")
+    if region.random:
+        arguments.append("random=True")
+    call = f"ops.recompute({', '.join(arguments)})"
+    yield f"    {', '.join(results)}, = {call}" if results else f"    {call}"
+    ended = [n for n in ended if n in given]
+    if ended:
+        yield f"    del {', '.join(ended)}"
 
 
 def _calls(program: Program, block: str) -> str:
@@ -119,7 +169,10 @@ def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
         after = [f"{name}={value}" for name, value in zip(names, shown[place + 1 :], strict=False)]
         shown = [*shown[:place], MESH_DIM, *after]
     shown += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
-    return f"{node.name} = {_target(node.target)}({', '.join(shown)})"
+    target = _target(node.target)
+    if info(node).region is not None and not info(node).replay:
+        return f"{node.name} = run({', '.join([target, *shown])})"
+    return f"{node.name} = {target}({', '.join(shown)})"
 
 
 def _target(target: Any) -> str:
@@ -177,6 +230,8 @@ def _attribute(owner: str, path: str) -> str:
 def _described(program: Program, node: fx.Node) -> str:
     kind, spec = info(node).type, info(node).spec
     origin = "" if info(node).origin in ("trace", "outline") else f"  {info(node).origin}"
+    if info(node).replay:
+        origin += "  again in backward"
     if isinstance(spec, tuple):
         kinds = kind if isinstance(kind, tuple) else (None,) * len(spec)
         each = [_tensor(program, s, k) for s, k in zip(spec, kinds, strict=True)]

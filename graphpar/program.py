@@ -64,6 +64,20 @@ Spec = TensorSpec | tuple["TensorSpec | None", ...] | None
 """A node's value: a tensor, a tuple of tensors (``None`` for a non-tensor), or no tensor."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Consecutive nodes of a graph that backward runs again, up to what it needs of them.
+
+    Nodes are named. Autograd keeps ``kept`` alone of what the region reads; ``passed`` is read by
+    nodes that are not run again. ``random``: it draws from the device's generator.
+    """
+
+    number: int
+    kept: tuple[str, ...]
+    passed: tuple[str, ...] = ()
+    random: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PerRank:
     """An argument whose value differs between ranks, such as a size: one value per rank."""
@@ -101,7 +115,9 @@ class Info:
     each output, and ``axes`` the op's rule in terms of them. ``type`` is the partition type, of
     one output or of each. ``operands`` are the types its tensor arguments must have, decided by
     annotate-partitions and met by insert-collectives. ``whole_call`` are the arguments of the op
-    on the whole tensors, where localize changed them.
+    on the whole tensors, where localize changed them. ``replay`` says that backward runs the node
+    again, decided by choose-recompute; apply-recompute puts it in a ``region``, with the nodes
+    that autograd would keep its results for.
     """
 
     spec: Spec
@@ -112,6 +128,8 @@ class Info:
     type: Type | tuple[Type, ...] | None = None
     operands: tuple[Type, ...] | None = None
     whole_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    replay: bool = False
+    region: Region | None = None
 
 
 def info(node: fx.Node) -> Info:
@@ -168,6 +186,9 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+_NEW = {"whole_call": None, "replay": False, "region": None}
+
+
 def derive(
     graph: fx.Graph,
     target: Any,
@@ -181,7 +202,7 @@ def derive(
 ) -> fx.Node:
     """A new call node at the graph's insertion point, with the provenance of ``like``."""
     node = graph.create_node("call_function", target, args, kwargs, name=name)
-    set_info(node, replace(info(like), **{"origin": origin, "whole_call": None, **changes}))
+    set_info(node, replace(info(like), **{**_NEW, "origin": origin, **changes}))
     return node
 
 
@@ -302,6 +323,12 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
+def region_results(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes of a region whose values are used outside of it."""
+    inside = set(nodes)
+    return [n for n in nodes if any(user not in inside for user in n.users)]
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
@@ -317,7 +344,7 @@ def program_hash(program: Program) -> str:
         digest.update(f"graph {name}".encode())
         for node in graph.nodes:
             row = f"{node.op} {node.target} {node.args} {node.kwargs} {info(node).type}"
-            digest.update(row.encode())
+            digest.update(f"{row} {info(node).replay} {info(node).region}".encode())
     for name, state in program.state.items():
         digest.update(f"{name} {state.names} {state.kind} {state.spec} {state.type}".encode())
     for name, value in program.constants.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -11,7 +13,7 @@ from graphpar.cli.output import table
 from graphpar.ops import is_conversion, signature
 from graphpar.ops.sharded import ALL_REDUCES
 from graphpar.passes.rules import FORMS, is_form, whole_op
-from graphpar.program import Program, tensor_spec
+from graphpar.program import Program, info, tensor_spec
 from graphpar.types import CONVERSIONS, letter
 
 
@@ -50,6 +52,7 @@ def _count(program: Program, block: str, graph: fx.Graph) -> Collectives:
         counts = found.parameters if node in of_parameters else found.activations
         if forward:
             counts[0][forward] += 1
+            counts[1][forward] += info(node).replay  # again in backward
         if backward and tensor_spec(node).differentiable:
             counts[1][backward] += 1
     return found
@@ -61,6 +64,7 @@ def _count_within(node: fx.Node, found: Collectives) -> None:
     for counts, count in zip(found.activations, sides, strict=True):
         if count and (counts is found.activations[0] or tensor_spec(node).differentiable):
             counts["all_reduce"] += count
+    found.activations[1]["all_reduce"] += sides[0] * info(node).replay
 
 
 def _is_parameter(program: Program, block: str, node: fx.Node, known: set[fx.Node]) -> bool:
@@ -89,7 +93,7 @@ def format_counts(program: Program) -> str:
 
 
 def _list(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "–"
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()) if count) or "–"
 
 
 def most_called(program: Program) -> str:
@@ -98,18 +102,25 @@ def most_called(program: Program) -> str:
 
 
 def format_report(program: Program) -> str:
-    """What the partitioner reports of its solution; empty without one."""
-    found = program.report.get("partition")
-    if not found:
-        return ""
-    lines = [
-        f"partition: {found['objective_us']:.1f} us modelled per step, "
-        f"bound {found['bound_us']:.1f} us, solved in {found['seconds']:.2f} s"
-    ]
+    """What the partitioner and the choice of recomputation report; empty without either."""
+    lines = []
+    if "recompute" in program.report:
+        lines.append(str(program.report["recompute"]))
+    if found := program.report.get("partition"):
+        lines += _waste(found)
+        lines.append(
+            f"partition: {found['objective_us']:.1f} us modelled per step, "
+            f"bound {found['bound_us']:.1f} us, solved in {found['seconds']:.2f} s"
+        )
+    return "\n".join(lines)
+
+
+def _waste(found: Mapping[str, Any]) -> list[str]:
+    lines = []
     for axis in found["uneven"]:
         lines.append(f"uneven: {axis.size} of {axis.axis}, {axis.most} or {axis.least} on a rank")
     for product in found["replicated"]:
         lines.append(f"whole on every rank: {product.op} at {product.source}")
     if found["wasted"]:
         lines.append(f"wasted by these: {found['wasted']:.1%} of all ranks' work in products")
-    return "\n".join(lines)
+    return lines

@@ -34,6 +34,12 @@ def add_parser(
     parser.add_argument(
         "--rng", choices=RNG, default="invariant", help="masks of dropout (default: invariant)"
     )
+    parser.add_argument(
+        "--recompute",
+        choices=["none", "selective", "full"],
+        default="none",
+        help="what backward runs again (default: none)",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--stage", metavar="NAME", help='"trace" or a pass, up to which to go (default: the last)'
@@ -54,7 +60,9 @@ def add_parser(
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    pipeline = default_pipeline(tp=check_tp(options.tp), sp=options.sp, rng=options.rng)
+    pipeline = default_pipeline(
+        tp=check_tp(options.tp), sp=options.sp, rng=options.rng, recompute=options.recompute
+    )
     if options.stage:
         pipeline = until(pipeline, options.stage)
     loaded = load_model(options.model)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from graphpar.ops import library as library  # defines torch.ops.graphpar
 from graphpar.ops.kernels import rank_and_size
+from graphpar.ops.recompute import recompute
 from graphpar.ops.table import CONVERSION_OPS, conversion, is_conversion, signature
 from graphpar.types import Type
 
@@ -55,6 +56,7 @@ __all__ = [
     "on_rank",
     "pad",
     "rank_dropout",
+    "recompute",
     "redistribute",
     "reduce_scatter",
     "seeded_dropout",

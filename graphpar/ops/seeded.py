@@ -106,9 +106,8 @@ def own_dropout(x: Tensor, seed: Tensor, p: float, number: int, rank: int | None
     """:func:`graphpar.ops.rank_dropout` of a given rank; ``None``: the same on every rank."""
     stream = _EVERY_RANK if rank is None else rank
     mask = torch.ops.graphpar.dropout_bits.default(x, seed, p, number, stream)
-    return torch.ops.aten.native_dropout_backward.default(  # type: ignore[no-any-return]
-        x, mask, 1 / (1 - p)
-    )
+    kept: Tensor = x * mask  # autograd keeps the mask alone
+    return kept.mul_(1 / (1 - p))
 
 
 def dropout_bits(x: Tensor, seed: Tensor, p: float, number: int, stream: int) -> Tensor:

@@ -35,7 +35,7 @@ def stages(example: str) -> tuple[Loaded, dict[str, Program], list[Any]]:
     loaded = load_model(MODELS[example])
     loaded.module.eval()
     found: dict[str, Program] = {}
-    build_stages(loaded, default_pipeline(tp=RANKS, sp=True), found.__setitem__)
+    build_stages(loaded, default_pipeline(tp=RANKS, sp=True, recompute="full"), found.__setitem__)
     with torch.no_grad():
         outputs = loaded.module(*loaded.args, **loaded.kwargs)
     return loaded, found, pytree.tree_leaves(outputs)

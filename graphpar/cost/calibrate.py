@@ -1,0 +1,66 @@
+"""This CPU as :class:`~graphpar.cost.hardware.Hardware`, by a short calibration."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from graphpar.cost.hardware import Hardware, Link, WireProtocol
+
+
+def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
+    """Measure matrix products, copies and the cost of a small op, in about ``seconds``.
+
+    Each figure is the best of the runs that fit in its share of the time. Links are taken to be
+    copies through memory, one after the other.
+    """
+    n = 384
+    share = seconds / 5
+    rates = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        a = torch.ones(n, n, dtype=dtype)
+        rates[dtype] = 2 * n**3 / _best_us(partial(torch.mm, a, a), share)
+    rates[torch.float16] = rates[torch.bfloat16]
+    source, target = torch.ones(2**22), torch.empty(2**22)
+    bandwidth = 2 * source.nbytes / _best_us(partial(target.copy_, source), share)
+    one = torch.ones(1)
+    launch_us = _best_us(partial(one.add_, 1), share)
+    wire = WireProtocol(start_us=100.0, step_us=20.0, share=1.0)
+    link = Link(bytes_per_us=bandwidth / 4, protocols=(wire,))
+    measured = f"measured, {torch.get_num_threads()} threads, the best of {share:.2f} s"
+    assumed = "assumed: a message is copied twice through memory; latencies of a local socket"
+    return Hardware(
+        name="cpu",
+        flops_per_us=rates,
+        matmul_share=1.0,
+        memory_bytes_per_us=bandwidth,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        launch_us=launch_us,
+        nvlink=link,
+        network=link,
+        sources={
+            "flops_per_us": f"{measured}; products of {n} x {n}; float16 taken as bfloat16",
+            "matmul_share": "measured rates are achieved ones",
+            "memory_bytes_per_us": f"{measured}; a copy of {source.nbytes} bytes",
+            "memory_bytes": "the machine's physical memory",
+            "launch_us": f"{measured}; an addition to one number",
+            "nvlink": assumed,
+            "network": assumed,
+        },
+    )
+
+
+def _best_us(run: Callable[[], object], seconds: float) -> float:
+    run()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        run()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            return best * 1e6

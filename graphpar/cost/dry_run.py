@@ -1,0 +1,394 @@
+"""Run a local program on tensors without memory, and see what autograd keeps.
+
+Nothing about any op is written down here: each op runs once on fake tensors, under autograd, and
+:class:`torch.autograd.graph.saved_tensors_hooks` tells what it keeps. Tensors count by storage, so
+a view keeps its base, and what two ops keep counts once. A block runs once for each form of its
+arguments, however often it is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
+
+from graphpar.cost.kernels import Kernel, KernelRecorder
+from graphpar.errors import InternalError
+from graphpar.program import (
+    MESH_DIM,
+    Program,
+    Region,
+    TensorSpec,
+    info,
+    of_rank,
+    outputs,
+    placeholders,
+)
+from graphpar.types import I, Type, local_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Memory that a graph touches: of an input, of state (``resident``), or that a node makes."""
+
+    nbytes: int
+    maker: fx.Node | None = None
+    resident: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One node's run. Numbers are keys of :attr:`GraphRun.storages`.
+
+    ``reads`` are the storages of its arguments, ``results`` those of its results and ``saves``
+    those that autograd keeps for it, in order. ``identity``: it gives the very tensor that it
+    got. ``until_saved`` is how many of its kernels run before autograd has the last tensor that it
+    saves (-1: it saves none). ``inner_bytes`` is what a called block keeps beside
+    its arguments and results.
+    """
+
+    node: fx.Node
+    kernels: tuple[Kernel, ...] = ()
+    reads: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    saves: tuple[int, ...] = ()
+    identity: bool = False
+    until_saved: int = -1
+    block: GraphRun | None = None
+
+    @property
+    def inner_bytes(self) -> int:
+        return 0 if self.block is None else self.block.inner_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRun:
+    """What one run of a graph touches and keeps; ``inputs`` and ``outputs`` may be no tensors."""
+
+    storages: dict[int, Storage]
+    steps: tuple[Step, ...]
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+    @property
+    def saved(self) -> set[int]:
+        """The storages that autograd keeps, state left out."""
+        kept = {s for step in self.steps for s in step.saves}
+        return {s for s in kept if not self.storages[s].resident}
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that autograd keeps of this graph and the blocks it calls, state left out."""
+        own = sum(self.storages[s].nbytes for s in self.saved)
+        return own + sum(step.inner_bytes for step in self.steps)
+
+    @property
+    def kernels(self) -> Iterator[Kernel]:
+        """All kernels of the forward, in order, those of called blocks too."""
+        for step in self.steps:
+            yield from step.kernels if step.block is None else step.block.kernels
+
+    @property
+    def replayed(self) -> Iterator[Kernel]:
+        """The kernels that backward runs again."""
+        for region, steps in groupby(self.steps, lambda step: info(step.node).region):
+            members = list(steps)
+            if region is not None:
+                again = {s.node for s in members if info(s.node).replay}
+                yield from replayed_kernels(members, again)
+            for step in members:
+                yield from () if step.block is None else step.block.replayed
+
+    @property
+    def inner_bytes(self) -> int:
+        """What it keeps beside its inputs and outputs."""
+        inner = self.saved - set(self.inputs) - set(self.outputs)
+        return sum(self.storages[s].nbytes for s in inner)
+
+
+def replayed_kernels(region: Sequence[Step], again: Collection[fx.Node]) -> Iterator[Kernel]:
+    """The kernels of a region's replay, which runs the nodes ``again`` and stops when autograd has
+    all that it saves."""
+    saving = [i for i, step in enumerate(region) if step.until_saved >= 0]
+    end = saving[-1] if saving else -1
+    for step in region[: max(end, 0)]:
+        yield from step.kernels if step.node in again else ()
+    if end >= 0 and region[end].node in again:
+        yield from region[end].kernels[: region[end].until_saved]
+
+
+def dry_run(program: Program) -> GraphRun:
+    """Run the root of a program of form "whole" or "local" as rank 0, without memory.
+
+    Inputs are contiguous. Tensors are fake ones on the devices of the program, so composite ops
+    take the path of that device.
+    """
+    if program.form == "typed":
+        raise InternalError("a program whose ops are not local cannot run")
+    with (
+        planned_group(program.ranks) as group,
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        FakeTensorMode(),
+    ):
+        run = _Runner(program, group)
+        inputs = [run.tensor(node) for node in placeholders(program.graph)]
+        return run.graph(program.graph, "", inputs)[0]
+
+
+@contextmanager
+def planned_group(ranks: int) -> Iterator[str]:
+    """The name of a process group of which this process is rank 0, and that no process joins.
+
+    It has shapes, on fake and on meta tensors, but sends nothing.
+    """
+    name = f"graphpar-planned-{ranks}"
+    group = ProcessGroup(0, ranks)  # type: ignore[call-arg]
+    _register_process_group(name, group)  # type: ignore[arg-type]
+    distributed_c10d._world.pg_backend_config[group] = "planned"  # not gloo: see ops.kernels
+    try:
+        yield name
+    finally:
+        del distributed_c10d._world.pg_backend_config[group]
+        _unregister_process_group(name)  # type: ignore[arg-type]
+
+
+class _Kept:
+    """What autograd holds in place of a tensor that it saves; gone when autograd drops it."""
+
+    __slots__ = ("__weakref__", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor, storage: int) -> None:
+        self.tensor, self.storage = tensor, storage
+
+
+class _Storages:
+    """Numbers for the storages of one graph's run, in the order of their first use."""
+
+    def __init__(self, resident: Callable[[Tensor], bool]) -> None:
+        self.found: dict[int, Storage] = {}
+        self._numbers: dict[int, int] = {}
+        self._held: list[Any] = []  # an address is not used again while its storage is held
+        self._resident = resident
+
+    def number(self, x: Tensor, maker: fx.Node | None = None) -> int:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address not in self._numbers:
+            self._numbers[address] = len(self._held)
+            self._held.append(storage)
+            self.found[self._numbers[address]] = Storage(
+                nbytes=storage.nbytes(), maker=maker, resident=self._resident(x)
+            )
+        return self._numbers[address]
+
+
+class _Runner:
+    def __init__(self, program: Program, group: str) -> None:
+        self.program, self.group = program, group
+        self.ranks = program.ranks if program.form == "local" else 1
+        self.state: dict[str, Tensor] = {}
+        self._resident: dict[int, Any] = {}
+        self._blocks: dict[Hashable, tuple[GraphRun, list[Any]]] = {}
+
+    def tensor(self, node: fx.Node) -> Any:
+        spec = info(node).spec
+        kind = info(node).type
+        assert isinstance(spec, TensorSpec)
+        return self._empty(spec, I if kind is None else kind, spec.differentiable)  # type: ignore[arg-type]
+
+    def _empty(self, spec: TensorSpec, kind: Type, grad: bool) -> Tensor:
+        shape = local_shape(spec.shape, kind, 0, self.ranks)
+        return torch.empty(shape, dtype=spec.dtype, device=spec.device, requires_grad=grad)
+
+    def _read(self, name: str) -> Tensor:
+        canonical = self.program.canonical(name)
+        if canonical not in self.state:
+            known = self.program.state[canonical]
+            grad = known.kind == "parameter" and known.spec.differentiable
+            value = self._empty(known.spec, known.type, grad)
+            self.state[canonical] = value
+            self._resident[value.untyped_storage()._cdata] = value
+        return self.state[canonical]
+
+    def graph(
+        self, graph: fx.Graph, path: str, inputs: Sequence[Any]
+    ) -> tuple[GraphRun, list[Any]]:
+        """Run the root, or the block called at ``path``."""
+        storages = _Storages(lambda x: x.untyped_storage()._cdata in self._resident)
+        entries = [storages.number(x) if isinstance(x, Tensor) else None for x in inputs]
+        env: dict[fx.Node, Any] = dict(zip(placeholders(graph), inputs, strict=True))
+        steps: list[tuple[Step, list[weakref.ref[_Kept]]]] = []
+        kept: dict[Region, list[_Kept]] = {}  # to the end of the run
+        named = {node.name: node for node in graph.nodes}
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                env[node] = self._read(f"{path}.{node.target}" if path else str(node.target))
+            elif node.op in ("call_function", "call_module"):
+                step, held = self._step(node, env, storages)
+                region = info(node).region
+                if region is not None and region not in kept:
+                    values = [env[named[name]] for name in region.kept]
+                    kept[region] = [_Kept(x, storages.number(x)) for x in _tensors(values)]
+                    held = [weakref.ref(each) for each in kept[region]]
+                steps.append((step, held))
+        values = [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
+        env.clear()  # what no output leads to is not kept
+        run = GraphRun(
+            storages=storages.found,
+            steps=tuple(_alive(step, kept) for step, kept in steps),
+            inputs=tuple(entries),
+            outputs=tuple(storages.number(v) if isinstance(v, Tensor) else None for v in values),
+        )
+        return run, values
+
+    def _step(
+        self, node: fx.Node, env: dict[fx.Node, Any], storages: _Storages
+    ) -> tuple[Step, list[weakref.ref[_Kept]]]:
+        call = of_rank((node.args, node.kwargs), 0)
+        args, kwargs = fx.node.map_arg(call, env.__getitem__)
+        reads = tuple(storages.number(x) for x in _tensors((args, kwargs)))
+        if node.op == "call_module":
+            step, env[node] = self._call(node, args, reads, storages)
+            return step, []
+        kept: list[weakref.ref[_Kept]] = []
+        until_saved = -1
+
+        def pack(x: Tensor) -> _Kept:
+            nonlocal until_saved
+            until_saved = len(recorder.kernels)
+            held = _Kept(x, storages.number(x, node))
+            if info(node).region is None:
+                kept.append(weakref.ref(held))
+            return held
+
+        target: Any = node.target
+        args = tuple(self.group if isinstance(a, str) and a == MESH_DIM else a for a in args)
+        recorder = KernelRecorder()
+        with recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+            env[node] = target(*args, **kwargs)
+        results = tuple(storages.number(x, node) for x in _tensors(env[node]))
+        step = Step(
+            node=node,
+            kernels=tuple(recorder.kernels),
+            reads=reads,
+            results=results,
+            identity=any(env[node] is x for x in _tensors((args, kwargs))),
+            until_saved=until_saved,
+        )
+        return step, kept
+
+    def _call(
+        self, node: fx.Node, args: Sequence[Any], reads: tuple[int, ...], storages: _Storages
+    ) -> tuple[Step, list[Any]]:
+        """Run a block, or repeat what a run of it on alike arguments gave."""
+        block = self.program.calls[str(node.target)]
+        key = block, _form(args, reads)
+        values: list[Any] | None = None
+        if key not in self._blocks:
+            inner = [_detached(a) for a in args]
+            run, values = self.graph(self.program.blocks[block], str(node.target), inner)
+            self._blocks[key] = run, [_detached(v) for v in values]
+        run, forms = self._blocks[key]
+        mine = dict(zip(run.inputs, args, strict=True))
+        results = _linked(run, mine, forms)
+        own = {n: storages.number(x) for n, x in mine.items() if n is not None}
+        for number, value in zip(run.outputs, results, strict=True):
+            if number is not None:
+                own.setdefault(number, storages.number(value, node))
+        step = Step(
+            node=node,
+            reads=reads,
+            results=tuple(storages.number(x) for x in _tensors(results)),
+            saves=tuple(own[s] for s in sorted(run.saved) if s in own),
+            block=run,
+        )
+        return step, results
+
+
+def _alive(step: Step, kept: Sequence[weakref.ref[_Kept]]) -> Step:
+    """The step with the storages that autograd has not dropped since."""
+    if step.block is not None:
+        return step
+    held = [found for ref in kept if (found := ref()) is not None]
+    return replace(step, saves=tuple(found.storage for found in held))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _form(args: Sequence[Any], reads: Sequence[int]) -> Hashable:
+    """All that a block's run depends on: the arguments' forms, and which share memory."""
+    first = [reads.index(number) for number in reads]
+    return tuple(
+        (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad)
+        if isinstance(x, Tensor)
+        else x
+        for x in args
+    ), tuple(first)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+_Made = list[tuple[Tensor, bool]]
+
+
+class _Link(torch.autograd.Function):
+    """Makes the results of a block's call, so that what leads to its arguments is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], _Made], *args: Any) -> tuple[Tensor, ...]:
+        made = make()
+        ctx.mark_non_differentiable(*(x for x, grad in made if not grad))
+        return tuple(x for x, _ in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise InternalError("a call's results have no gradient")
+
+
+def _linked(run: GraphRun, mine: dict[int | None, Any], forms: Sequence[Any]) -> list[Any]:
+    """Tensors of the results' forms, in the memory of arguments or of each other as in ``run``."""
+    results = list(forms)
+    fresh: list[int] = []
+    for place, (number, form) in enumerate(zip(run.outputs, forms, strict=True)):
+        if number in mine:
+            base = mine[number]
+            results[place] = base.as_strided(form.shape, form.stride(), form.storage_offset())
+        elif number is not None:
+            fresh.append(place)
+
+    def make() -> _Made:
+        bases: dict[int | None, Tensor] = {}
+        made = []
+        for place in fresh:
+            form, number = forms[place], run.outputs[place]
+            if number not in bases:
+                nbytes = form.untyped_storage().nbytes()
+                bases[number] = torch.empty(nbytes, dtype=torch.uint8, device=form.device)
+            flat = bases[number].view(form.dtype) if form.dtype != torch.uint8 else bases[number]
+            view = flat.as_strided(form.shape, form.stride(), form.storage_offset())
+            made.append((view, form.requires_grad))
+        return made
+
+    anchor = torch.empty(0, requires_grad=True)
+    values = _Link.apply(make, anchor, *(x for x in mine.values() if isinstance(x, Tensor)))  # type: ignore[no-untyped-call]
+    for place, value in zip(fresh, values, strict=True):
+        results[place] = value
+    return results

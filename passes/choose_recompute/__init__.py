@@ -1,0 +1,185 @@
+"""choose_recompute: what to keep for backward, and what to run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import fx
+
+from graphpar.cost import Roofline, Times, dry_run, find_hardware
+from graphpar.errors import InputError
+from graphpar.passes.choose_recompute.blocks import BlockPlan, Curve
+from graphpar.passes.choose_recompute.budget import format_bytes, parse_bytes
+from graphpar.passes.choose_recompute.calls import Calls
+from graphpar.passes.choose_recompute.mix import choose_counts, least_bytes, plans_of
+from graphpar.passes.choose_recompute.report import RecomputeReport, plan_report
+from graphpar.program import Program, annotate, copy_graph
+
+__all__ = ["MODES", "ChooseRecompute", "RecomputeReport", "choose_recompute", "parse_bytes"]
+
+MODES = ("none", "selective", "full", "auto")
+SELECTIVE_SHARE = 0.05
+Plans = dict[str, BlockPlan]
+"""The plan of each called path; ``""`` is the root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChooseRecompute:
+    """``mode``: "none"; "selective", the least kept bytes whose replay takes at most a twentieth of
+    forward and backward; "full", the least kept bytes of every block, or of a model without one;
+    "auto", the least time in the budget. ``budget_bytes`` per device, for parameters, gradients,
+    AdamW's two moments, what autograd keeps and the largest replay. ``times`` is the cost model
+    (default: of an H100).
+    """
+
+    mode: Literal["none", "selective", "full", "auto"] = "auto"
+    budget_bytes: int | None = None
+    times: Times | None = None
+
+
+def choose_recompute(program: Program, options: ChooseRecompute = ChooseRecompute()) -> Program:
+    """Mark the nodes that backward runs again; blocks whose calls differ in that are split.
+
+    Each distinct graph is solved once: the hull of kept bytes against replay time by minimum cuts,
+    then how many calls take which plan. The plan is a function of the program and the options, so
+    it is the same on all ranks. Needs: a program that runs. Ensures: the same ops in the same
+    order, in the budget. Numerics: bitwise.
+
+    Raises:
+        InputError: nothing fits in the budget; the message gives the least that would.
+    """
+    if options.mode not in MODES:
+        known = ", ".join(map(repr, MODES))
+        raise InputError(f"recompute must be one of {known}, not {options.mode!r}")
+    if options.mode == "none" or (options.mode == "auto" and options.budget_bytes is None):
+        return program
+    times = options.times or Roofline(hardware=find_hardware("h100"))
+    calls = Calls(program, dry_run(program), times)
+    none = calls.none()
+    plans, bound_us = none, 0.0
+    if options.mode in ("full", "selective"):
+        pick = _full if options.mode == "full" else _selective
+        alone = calls.names == [""]  # without a block, the whole is one
+        plans = calls.uniform(lambda name, curve: pick(curve) if name or alone else curve.none)
+    elif options.budget_bytes is not None:
+        plans, bound_us = _fit(calls, options.budget_bytes)
+    report = _report(calls, plans, options, bound_us if options.mode == "auto" else None)
+    return _marked(program, plans, {**program.report, "recompute": report})
+
+
+def _full(curve: Curve) -> BlockPlan:
+    return curve.plans[-1]
+
+
+def _selective(curve: Curve) -> BlockPlan:
+    limit_us = SELECTIVE_SHARE * 3 * curve.forward_us
+    return [p for p in (curve.none, *curve.plans) if p.replay_us <= limit_us][-1]
+
+
+def _fit(calls: Calls, budget_bytes: int) -> tuple[Plans, float]:
+    """The fastest plans in the budget, and a bound on the time of any."""
+    none = calls.none()
+    available = budget_bytes - calls.state_bytes
+    if calls.total_bytes(none) <= available:
+        return none, 0.0
+    offset = calls.total_bytes(none) - calls.linear_bytes(none)
+    limit = available - offset
+    for _ in range(20):
+        counts = choose_counts(calls.groups, limit) if limit > 0 else None
+        if counts is None:
+            break
+        plans = calls.assigned([plans_of(g, c) for g, c in zip(calls.groups, counts, strict=True)])
+        excess = calls.total_bytes(plans) - available
+        if excess <= 0:
+            plans = _refined(calls, plans, available)
+            return plans, calls.bound_us(available - offset - calls.transient_bytes(plans))
+        limit -= excess
+    counts = least_bytes(calls.groups)[1]
+    least = calls.assigned([plans_of(g, c) for g, c in zip(calls.groups, counts, strict=True)])
+    needed = calls.total_bytes(least)
+    if needed <= available:
+        return least, calls.bound_us(available - offset - calls.transient_bytes(least))
+    error = InputError(
+        f"memory_budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: "
+        f"the least that works is {needed + calls.state_bytes} bytes "
+        f"({format_bytes(needed + calls.state_bytes)})"
+    )
+    error.add_note(
+        f"parameters, gradients and AdamW's moments take {calls.state_bytes} bytes of it; "
+        f"autograd keeps {needed} with all recomputation, {calls.total_bytes(none)} with none"
+    )
+    raise error
+
+
+def _refined(calls: Calls, plans: Plans, available: int) -> Plans:
+    """One call of each block gets a plan between the vertices, for the bytes that are left."""
+    for group, name in zip(calls.groups, calls.names, strict=True):
+        if group.repeats > 1:
+            continue
+        path = max(calls.paths[name], key=lambda p: plans[p].replay_us)
+        left = available - calls.total_bytes(plans)
+        have = group.curve.problem_bytes(plans[path])
+        better = group.curve.within(have + left) if plans[path].replay else None
+        if better is not None and better.replay_us < plans[path].replay_us:
+            changed = {**plans, path: better}
+            if calls.total_bytes(changed) <= available:
+                plans = changed
+    return plans
+
+
+def _marked(program: Program, plans: Plans, report: Mapping[str, Any]) -> Program:
+    """The program with a block for each plan, whose nodes are marked."""
+    graphs: dict[str, fx.Graph] = {}
+    names: dict[tuple[str, BlockPlan], str] = {}
+    targets: dict[str, str] = {}
+    for path, block in program.calls.items():
+        key = block, plans[path]
+        if key not in names:
+            taken = graphs.keys() | program.blocks.keys()
+            names[key] = block if block not in graphs else _unique(block, taken)
+            graphs[names[key]] = _with_marks(program.blocks[block], plans[path])
+        targets[path] = names[key]
+    root = _with_marks(program.graph, plans[""])
+    return replace(program, graph=root, blocks=graphs, calls=targets, report=report)
+
+
+def _unique(name: str, taken: Any) -> str:
+    number = 2
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"
+
+
+def _with_marks(graph: fx.Graph, plan: BlockPlan) -> fx.Graph:
+    new, nodes = copy_graph(graph)
+    for node in plan.replay:
+        annotate(nodes[node], replay=True)
+    return new
+
+
+def _report(
+    calls: Calls, plans: Plans, options: ChooseRecompute, bound_us: float | None
+) -> RecomputeReport:
+    rows: dict[tuple[str, int], list[str]] = {}
+    for path, plan in plans.items():
+        rows.setdefault((calls.block(path), id(plan)), []).append(path)
+    reports = []
+    for (block, _), paths in rows.items():
+        group = calls.group(block)
+        reports.append(plan_report(block, len(paths) * group.repeats, group.curve, plans[paths[0]]))
+    replay_us = sum(plans[p].replay_us * calls.group(calls.block(p)).repeats for p in plans)
+    transient = calls.transient_bytes(plans)
+    return RecomputeReport(
+        mode=options.mode,
+        budget_bytes=options.budget_bytes,
+        state_bytes=calls.state_bytes,
+        none_bytes=calls.total_bytes(calls.none()),
+        saved_bytes=calls.total_bytes(plans) - transient,
+        transient_bytes=transient,
+        forward_us=calls.forward_us,
+        replay_us=replay_us,
+        bound_us=replay_us if bound_us is None else min(bound_us, replay_us),
+        plans=tuple(reports),
+    )

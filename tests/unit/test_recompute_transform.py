@@ -1,0 +1,216 @@
+"""Recomputation through the public entry: modes, budgets, hardware, compilers, bad input."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphpar
+from graphpar.cost import SavedTensors, dry_run
+from graphpar.errors import InputError
+from graphpar.parallel_module import ParallelModule
+from graphpar.passes.choose_recompute import parse_bytes
+from graphpar.passes.choose_recompute.budget import format_bytes
+from graphpar.printer import format_python
+from graphpar.runtime import compile_program
+
+pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
+COMPILERS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=[
+            pytest.mark.long,
+            pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler"),
+        ],
+    ),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.dropout(self.down(self.dropout(torch.tanh(self.up(self.norm(x))))))
+        return y
+
+
+def net(layers: int = 4) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(layers))), torch.randn(4, 8, 16)
+
+
+def gradients(parallel: nn.Module, x: Tensor) -> list[Tensor]:
+    parallel.zero_grad()
+    torch.manual_seed(3)
+    parallel(x).square().sum().backward()
+    return [p.grad.clone() for p in parallel.parameters() if p.grad is not None]
+
+
+def saved_bytes(parallel: ParallelModule, x: Tensor) -> int:
+    with SavedTensors(parallel.local_tensors().values()) as saved:
+        output = parallel(x)
+        assert output is not None
+        return saved.nbytes
+
+
+@pytest.mark.parametrize("rng", ["invariant", "exact", "per-rank"])
+def test_gradients_are_those_without_recomputation(rng: str) -> None:
+    """C41: dropout among what is replayed."""
+    model, x = net()
+    plain = graphpar.transform(model, (x,), tp=1, rng=rng, recompute="none")
+    full = graphpar.transform(model, (x,), tp=1, rng=rng, recompute="full")
+    found, expected = gradients(full, x), gradients(plain, x)
+    assert len(found) == len(expected) == 24
+    assert all(map(torch.equal, found, expected))
+    again = gradients(full, x)
+    assert all(map(torch.equal, again, expected))
+    assert saved_bytes(full, x) == dry_run(full.program).saved_bytes
+    assert saved_bytes(full, x) < saved_bytes(plain, x) / 4
+    assert "ops.recompute(region_0" in format_python(full.program)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled(compiler: str) -> None:
+    """The module; and its program as one graph, of which the compiler keeps as little."""
+    model, x = net(2)
+    plain = graphpar.transform(model, (x,), tp=1, recompute="none")
+    full = graphpar.transform(model, (x,), tp=1, recompute="full")
+    compiled = torch.compile(full, backend=compiler)
+    found, expected = gradients(compiled, x), gradients(plain, x)  # type: ignore[arg-type]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    kept = []
+    for parallel in (plain, full):
+        forward = compile_program(parallel.program)
+        root = parallel._roots[0]
+        whole = torch.compile(forward, backend=compiler, fullgraph=True)
+        with SavedTensors(parallel.local_tensors().values()) as saved:
+            (result,) = whole(root, x)
+            kept.append(saved.nbytes)
+            assert result.requires_grad
+    assert kept[1] < kept[0] / 2
+
+
+def test_a_budget_is_kept() -> None:
+    model, x = net()
+    plain = graphpar.transform(model, (x,), tp=1)
+    state = 4 * sum(p.nbytes for p in plain.parameters())
+    most = state + saved_bytes(plain, x)
+    fitted = graphpar.transform(model, (x,), tp=1, memory_budget=most - 10_000)
+    report = fitted.program.report["recompute"]
+    assert report.state_bytes == state
+    assert saved_bytes(fitted, x) == report.saved_bytes <= most - 10_000 - state
+    assert all(map(torch.equal, gradients(fitted, x), gradients(plain, x)))
+    exact = graphpar.transform(model, (x,), tp=1, memory_budget=most)
+    assert saved_bytes(exact, x) == most - state
+
+
+def test_the_memory_of_the_hardware_is_the_budget() -> None:
+    model, x = net(1)
+    small = graphpar.transform(model, (x,), tp=1, hardware="a100-40gb")
+    assert "choose-recompute{budget_bytes=42949672960}" in small.pipeline
+    assert small.program.report["recompute"].replay_us == 0
+    assert "recompute" not in graphpar.transform(model, (x,), tp=1).program.report
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": "most"}, "recompute must be one of 'none', 'selective', 'full', 'auto'"),
+        ({"memory_budget": "40 apples"}, "cannot read '40 apples' as bytes"),
+        ({"memory_budget": 0}, "must be positive"),
+        ({"memory_budget": 2.5}, "bytes or a text"),
+        ({"memory_budget": True}, "bytes or a text"),
+        ({"hardware": "abacus"}, "no hardware is named 'abacus'; known: a100-40gb"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str) -> None:
+    model, x = net(1)
+    with pytest.raises(InputError, match=message):
+        graphpar.transform(model, (x,), tp=1, **options)
+
+
+def test_a_budget_below_the_parameters() -> None:
+    model, x = net()
+    with pytest.raises(InputError, match=r"memory_budget of 1000 B .* is too small") as error:
+        graphpar.transform(model, (x,), tp=1, memory_budget=1000)
+    notes = "\n".join(error.value.__notes__)
+    assert "parameters, gradients and AdamW's moments take" in notes
+
+
+def test_bytes_as_people_write_them() -> None:
+    assert parse_bytes("40GiB") == 40 * 2**30
+    assert parse_bytes("1.5 GB") == 1_500_000_000
+    assert parse_bytes("12") == parse_bytes(12) == parse_bytes("12B") == 12
+    sizes = (5000, 12_345_678, 3 * 2**40)
+    assert [format_bytes(n) for n in sizes] == ["5000 B", "11.77 MiB", "3.00 TiB"]
+
+
+class Attention(nn.Module):
+    """An attention block with the fused op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, 4, 64).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(b, s, 256))  # type: ignore[no-any-return]
+
+
+def test_fused_attention_is_not_replayed_for_nothing() -> None:
+    """C52: the core's output is kept for the projection all the same."""
+    x = torch.randn(2, 512, 256)
+    parallel = graphpar.transform(Attention(), (x,), tp=1, recompute="selective", hardware="h100")
+    replayed = [
+        row.op for plan in parallel.program.report["recompute"].plans for row in plan.replayed
+    ]
+    assert not any("attention" in op for op in replayed)
+
+
+class InPlace(nn.Module):
+    """C54: an op in place after a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        nn.functional.selu_(h)
+        return self.last(h).exp()  # type: ignore[no-any-return]
+
+
+def test_ops_in_place_are_replayed_alike() -> None:
+    torch.manual_seed(0)
+    model, x = InPlace(), torch.randn(4, 8)
+    full = graphpar.transform(model, (x,), tp=1, recompute="full")
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    for one, other in zip(gradients(full, x), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_gathered_tensor_is_not_kept() -> None:
+    """C50: the shard is, and gathered again."""
+    with torch.device("meta"):
+        model = Block(4096, dropout=0.0)
+        x = torch.empty(2, 2048, 4096, requires_grad=True)
+    parallel = graphpar.transform(model, (x,), tp=4, sp=True, recompute="full")
+    (plan,) = parallel.program.report["recompute"].plans
+    assert [row.op for row in plan.replayed if "all_" in row.op] == ["graphpar.all_gather.default"]
+    assert not any("all_" in row.op for row in plan.saved)
+    assert dry_run(parallel.program).saved_bytes == 4 * 2 * 2048 * 4096 // 4
