@@ -113,11 +113,15 @@ def test_random_programs_are_equivalent(program: Program) -> None:
 @pytest.mark.parametrize("chunk", range(LONG_CHUNKS))
 def test_many_random_programs_are_equivalent(chunk: int) -> None:
     """Drawn without hypothesis, which would repeat and vary what it has drawn."""
+    failures: list[Exception] = []
     for number in range(chunk * LONG_EXAMPLES, (chunk + 1) * LONG_EXAMPLES):
         program = random_program(Seeded(number))
         try:
             check(program)
         except Exception as error:
             error.add_note(f"random_program(Seeded({number})): {program}")
-            raise
-    print(f"{LONG_EXAMPLES} programs without a mismatch")
+            failures.append(error)
+            print(f"program {number}: {error}")
+    print(f"{LONG_EXAMPLES - len(failures)} programs without a mismatch")
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} programs", failures)
