@@ -102,7 +102,22 @@ DOUBLED = Program(
 )
 
 
+GROUPS_OF_ONE_IMAGE = Program(
+    inputs=(Input("grad", (1, 4, 2)),),
+    body=Body(
+        steps=(
+            Step("linear", (0,), {"out": 2, "bias": False, "form": "transposed"}),
+            Step("image", (1,), {"form": "group", "rows": 2}),
+        ),
+        outputs=(1, 2),
+    ),
+    tp=2,
+    seed=740,
+)
+
+
 @example(DOUBLED)
+@example(GROUPS_OF_ONE_IMAGE)
 @example(MEAN_OVER_A_SHARDED_AXIS)
 @given(program=programs())
 def test_random_programs_are_equivalent(program: Program) -> None:
