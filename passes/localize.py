@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpar.passes.rules import local_call, tensor_arguments
+from graphpar.passes.rules import local_call, summed_size, tensor_arguments
 from graphpar.program import (
     MESH_DIM,
     Program,
@@ -20,7 +19,6 @@ from graphpar.program import (
     info,
     is_getitem,
     result_types,
-    tensor_spec,
 )
 from graphpar.types import P, Shard, layout_arguments
 
@@ -67,9 +65,11 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
     if target is aten.dropout.default:
         _make_contiguous(graph, node)
         return
+    if target is aten.native_group_norm.default:
+        _make_contiguous(graph, node)
     axes = info(node).axes
     if axes is not None and axes.average and info(node).type == P and P not in operands:
-        _SUMS[target](graph, node)
+        SUMS[target](graph, node)
         return
     form, args, kwargs = local_call(node, operands, result_types(node), ranks)
     if (form, args, kwargs) != (target, tuple(node.args), dict(node.kwargs)):
@@ -78,7 +78,8 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
 
 
 def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:
-    """The mask is drawn in the order of the memory, which conversions may have changed."""
+    """For an op that reads memory in order, which conversions may have changed: a mask is drawn in
+    it, a norm of groups takes no other."""
     x = tensor_arguments(node)[0]
     if x.target is not aten.contiguous.default:
         with graph.inserting_before(node):
@@ -93,17 +94,16 @@ def _take_place(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
     value.name = name
 
 
-def _divided(graph: fx.Graph, node: fx.Node, total: fx.Node, count: int) -> None:
+def _divided(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
+    count = summed_size(node)
     _take_place(graph, node, derive(graph, aten.div.Tensor, (total, count), like=node, origin=NAME))
 
 
 def _sum_of_mean(target: Any) -> Callable[[fx.Graph, fx.Node], None]:
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:
-        x = tensor_arguments(node)[0]
-        count = tensor_spec(x).numel // max(tensor_spec(node).numel, 1)
         with graph.inserting_before(node):
             total = derive(graph, target, node.args, node.kwargs, like=node, origin=NAME)
-            _divided(graph, node, total, count)
+            _divided(graph, node, total)
 
     return rewrite
 
@@ -116,16 +116,18 @@ def _sum_of_loss(graph: fx.Graph, node: fx.Node) -> None:
     args[place] = 2
     with graph.inserting_before(node):
         total = derive(graph, node.target, tuple(args), node.kwargs, like=node, origin=NAME)
-        _divided(graph, node, total, math.prod(tensor_spec(tensor_arguments(node)[0]).shape))
+        _divided(graph, node, total)
 
 
-_SUMS: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
+SUMS: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.mean.dim: _sum_of_mean(aten.sum.dim_IntList),
     aten.mean.default: _sum_of_mean(aten.sum.default),
+    aten.cross_entropy_loss.default: _sum_of_loss,
     aten.mse_loss.default: _sum_of_loss,
     aten.l1_loss.default: _sum_of_loss,
     aten.smooth_l1_loss.default: _sum_of_loss,
     aten.huber_loss.default: _sum_of_loss,
     aten.binary_cross_entropy.default: _sum_of_loss,
     aten.binary_cross_entropy_with_logits.default: _sum_of_loss,
+    aten.soft_margin_loss.default: _sum_of_loss,
 }

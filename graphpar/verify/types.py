@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpar.errors import VerifyError
-from graphpar.passes.rules import is_form, local_call, op_axes, tensor_arguments
+from graphpar.passes.rules import is_form, local_call, op_axes, summed_size
 from graphpar.program import Program, flat_nodes, info, outputs, result_types, tensor_spec
 from graphpar.types import I, P, R, Shard, fits
 from graphpar.verify.derive import derive_type, listed, may_cross
@@ -103,7 +102,6 @@ def check_means(program: Program, block: str, node: fx.Node) -> None:
     if op_axes(node).average:
         raise failure(node, f"{node.target} over a sharded axis is not the mean of the whole")
     if info(node).origin == "localize":
-        x = tensor_arguments(node)[0]
-        count = tensor_spec(x).numel // math.prod(tensor_spec(node).shape)
+        count = summed_size(node)
         if [(n.target, n.args) for n in node.users] != [(aten.div.Tensor, (node, count))]:
             raise failure(node, f"{node.name}, a sum in place of a mean, is not divided by {count}")

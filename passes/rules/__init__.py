@@ -10,7 +10,14 @@ from __future__ import annotations
 from graphpar.passes.rules.call import Call, OpRule, call_of, tensor_arguments
 from graphpar.passes.rules.forms import ALONG_WEIGHTS, FORMS, is_form, whole_op
 from graphpar.passes.rules.strategy import Strategy, partial_strategies, shard_strategy
-from graphpar.passes.rules.table import RULES, local_call, op_axes, register_rule, rule_for
+from graphpar.passes.rules.table import (
+    RULES,
+    local_call,
+    op_axes,
+    register_rule,
+    rule_for,
+    summed_size,
+)
 
 __all__ = [
     "ALONG_WEIGHTS",
@@ -27,6 +34,7 @@ __all__ = [
     "register_rule",
     "rule_for",
     "shard_strategy",
+    "summed_size",
     "tensor_arguments",
     "whole_op",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -328,6 +329,11 @@ def _keeps_addends(call: Call, places: set[int]) -> bool:
 def op_axes(node: fx.Node) -> OpAxes:
     """The op by itself, with fresh axes: what the verifier re-derives types from."""
     return freeze(Freezer(), *apply_rule(node, _fresh_dims()))
+
+
+def summed_size(node: fx.Node) -> int:
+    """How many elements the op adds, or takes the mean of, for each element of its result."""
+    return math.prod(axis.size for axis in op_axes(node).contracted)
 
 
 def _fresh_dims() -> Callable[[fx.Node], TermDims]:

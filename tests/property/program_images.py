@@ -34,6 +34,9 @@ class Image(nn.Module):
     ):
         super().__init__()
         self.form, self.rows, width = form, rows, xs[0].shape[-1]
+        if form.startswith("batch") and len(xs[0]) == 1:
+            # On the CPU torch's own gradient depends on the memory format of one image.
+            raise ValueError("batch norm of one image")
         if form == "plain":
             self.inner: nn.Module = nn.Conv2d(width, out, (1, 3), padding=(0, 1), bias=bias)
         elif form == "strided":

@@ -35,7 +35,9 @@ class Running(nn.Module):
         "norm": lambda x, dim: (x + 0.1).norm(p=1, dim=dim, keepdim=True),
         "diff": lambda x, dim: x.diff(dim=dim, prepend=x.narrow(dim, 0, 1)),
         "softmin": lambda x, dim: F.softmin(x, dim),
-        "standard": lambda x, dim: (x - x.mean(dim, keepdim=True)) / (x.std(dim, keepdim=True) + 1),
+        "standard": lambda x, dim: (
+            (x - x.mean(dim, keepdim=True)) * (x.var(dim, correction=0, keepdim=True) + 1).rsqrt()
+        ),
         "unfold": lambda x, dim: x.unfold(dim, 1, 1).sum(-1),
         "shifted": lambda x, dim: torch.cat([x.narrow(dim, -1, 1), x.narrow(dim, 0, 1)], dim),
     }

@@ -101,6 +101,8 @@ class PairLoss(nn.Module):
         super().__init__()
         self.function = getattr(F, form)
         self.reduction, self.fixed = reduction, form == "soft_margin_loss"
+        if form == "kl_div" and reduction == "mean":
+            self.reduction = "batchmean"
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         y = y.detach() if self.fixed else y
