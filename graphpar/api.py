@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpar.cost import CostModel
@@ -28,6 +28,7 @@ def transform(
     mesh: DeviceMesh | None = None,
     cost: CostModel | None = None,
     rng: str = "invariant",
+    sparse_rnn: bool | str = "auto",
 ) -> ParallelModule:
     """Partition an unmodified module over ``tp`` ranks.
 
@@ -52,6 +53,10 @@ def transform(
             value is sharded. For one rank the latter two change nothing. Other random ops, and
             dropout between the layers of ``nn.LSTM`` and its kin, run whole on every rank, with
             numbers that are the same on all of them.
+        sparse_rnn: recurrences (``nn.LSTM`` and its kin) whose recurrent weights hold zeros, as
+            sparse ones: "auto", where a model of the time calls that faster at the density that
+            the weights have now; True, all; False, none. ``report["sparse_rnn"]`` says what was
+            decided for each layer and direction, and why.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.
@@ -63,10 +68,21 @@ def transform(
     if not isinstance(sp, bool):
         raise InputError(f"sp must be a bool, not {sp!r}")
     tp = check_tp(tp)
-    default_pipeline(tp=tp, rng=rng)  # an unknown rng is an error now, not at the first call
+    # What is unknown is an error now, not at the first call.
+    default_pipeline(tp=tp, rng=rng, sparse_rnn=sparse_rnn)
 
-    def pipeline_of(types: Mapping[str, Type] | None) -> Pipeline:
-        return default_pipeline(tp=tp, sp=sp, cost=cost, rng=rng, state_types=types)
+    def pipeline_of(
+        types: Mapping[str, Type] | None, weights: Mapping[str, Tensor] | None
+    ) -> Pipeline:
+        return default_pipeline(
+            tp=tp,
+            sp=sp,
+            cost=cost,
+            rng=rng,
+            state_types=types,
+            sparse_rnn=sparse_rnn,
+            weights=weights,
+        )
 
     parallel = ParallelModule(model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)))
     call = _example(model, example_args, example_kwargs)

@@ -57,8 +57,8 @@ def sparse_rnn(
         reverse: from the last step to the first.
 
     Returns:
-        the states [T, B, P], the last state [B, P], and the last cell state [B, H] (for other
-        cells an empty tensor). Types of 16 bits are computed in float32 and rounded at the end.
+        the states [T, B, P], the last state [B, P], and the last cell state [B, H] (of other
+        cells the last state again). Types of 16 bits are computed in float32 and rounded last.
         Where a state is not finite, a zero weight gives 0, not NaN.
 
     Raises:
@@ -70,7 +70,7 @@ def sparse_rnn(
         gates, weight, bias, projection, h, c, cell, reverse, save
     )
     last = out.select(0, 0 if reverse else out.shape[0] - 1) if out.shape[0] else h
-    return out, last.clone(), last_c
+    return out, last.clone(), last.clone() if c is None else last_c
 
 
 def _check(
