@@ -18,12 +18,17 @@ from typing import Any
 from graphpar.codegen.sparse_rnn.devices import WARP, device_of
 from graphpar.codegen.sparse_rnn.emit import arguments
 from graphpar.codegen.sparse_rnn.emit_common import sizes
+from graphpar.codegen.sparse_rnn.emit_fast import ARGUMENTS as FAST_ARGUMENTS
+from graphpar.codegen.sparse_rnn.emit_fast import constants
+from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.spec import KernelSpec
 from graphpar.errors import KernelError
 
 SECONDS = 240
 _TYPES = {"exchange_ptr": "*i64", "steps": "i32", "epoch": "i32", "arrived": "i32"}
-_TYPES |= dict.fromkeys(("column_ptr", "slot_ptr", "unit_ptr", "counter_ptr", "error_ptr"), "*i32")
+_TYPES |= dict.fromkeys(
+    ("word_ptr", "column_ptr", "slot_ptr", "unit_ptr", "counter_ptr", "error_ptr"), "*i32"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,23 @@ def order_of(spec: KernelSpec, path: Path, *, arch: str, warps: int = 8) -> Orde
     types, constants = signature(spec)
     return Order(
         path=path, name=spec.part, types=types, constants=constants, arch=arch, warps=warps
+    )
+
+
+def fast_order(spec: FastSpec, path: Path, *, arch: str) -> Order:
+    """The order for the fast kernel of ``spec``, whose text is at ``path``.
+
+    Registers are capped so that a block fits: the compiler may use fewer and spill, else.
+    """
+    most = device_of(arch).registers // spec.threads
+    return Order(
+        path=path,
+        name="forward",
+        types={name: _TYPES.get(name, "*fp32") for name in FAST_ARGUMENTS},
+        constants={**constants(spec), "SPIN": True},
+        arch=arch,
+        warps=spec.warps,
+        options={"maxnreg": min(255, most)},
     )
 
 

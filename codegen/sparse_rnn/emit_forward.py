@@ -14,7 +14,7 @@ ARGUMENTS = (
 )  # fmt: skip
 
 # x: the input's part of a gate, y: the hidden state's part, both of batch column b.
-_CELLS: Mapping[str, str] = {
+CELLS: Mapping[str, str] = {
     "lstm": """
 i = sigmoid({x0} + {y0})
 f = sigmoid({x1} + {y1})
@@ -38,7 +38,7 @@ sum = {x0} + {y0}
 h_{b} = tl.where(sum <= 0, 0.0, sum)
 """,
 }
-_SAVED: Mapping[str, tuple[str, ...]] = {
+SAVED: Mapping[str, tuple[str, ...]] = {
     "lstm": ("i", "f", "g", "o", "c_{b}"),
     "gru": ("r", "z", "n", "y"),
     "rnn_tanh": (),
@@ -80,11 +80,11 @@ def _step(spec: KernelSpec) -> Iterator[str]:
             names[f"y{gate}"] = f"y_{gate}_{b}"
             names[f"x{gate}"] = f"x{gate}"
             yield f"x{gate} = tl.load(gates_ptr + at + {gate} * H, mask=own, other=0.0)"
-        yield from _CELLS[spec.cell_name].format(**names).strip().splitlines()
+        yield from CELLS[spec.cell_name].format(**names).strip().splitlines()
         if spec.state == "bf16":
             yield f"h_{b} = widened(half(h_{b}))"
         yield f"tl.store(out_ptr + (t * B + {b}) * H + unit, h_{b}, mask=own)"
-        for place, name in enumerate(_SAVED[spec.cell_name] if spec.save else ()):
+        for place, name in enumerate(SAVED[spec.cell_name] if spec.save else ()):
             at = f"((t * {spec.cell.saved} + {place}) * H + unit) * B + {b}"
             yield f"tl.store(saved_ptr + {at}, {name.format(b=b)}, mask=own)"
     yield from send_text(spec, "target", [[f"h_{b}" for b in range(spec.batch)]], "(now + 1)")

@@ -88,6 +88,7 @@ def test_many_schedules(cell: str, sync: str, seed: int, tmp_path: Path) -> None
         batch=1 + seed % 4,
         steps=1 + seed % 5,
         programs=1 + seed % 5,
+        threads=256,
         reverse=bool(seed % 2),
         state=("fp32", "bf16")[seed // 2 % 2],
     )
