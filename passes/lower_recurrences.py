@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphpar.codegen.sparse_rnn import recurrence as recurrence  # defines the op
 from graphpar.codegen.sparse_rnn.decide import CpuModel, Decision, decide
 from graphpar.errors import InputError
+from graphpar.interpret import StateValues
 from graphpar.program import (
     Program,
     copy_graph,
@@ -117,7 +118,7 @@ class _Rewrite:
         spec = tensor_spec(self.x)
         old_params: Sequence[Any] = old.args[2]  # type: ignore[assignment]
         each = len(old_params) // (self.layers * self.directions)
-        known = _Values(self.program, options.weights or {})
+        known = StateValues(self.program, options.weights or {})
         for place in range(self.layers * self.directions):
             layer, direction = divmod(place, self.directions)
             name = f"layer {layer}" + (" reverse" if direction else "")
@@ -217,30 +218,3 @@ def _result(target: Any, args: tuple[Any, ...]) -> Any:
     if isinstance(found, Tensor):
         return spec_of(found, differentiable=found.requires_grad)
     return tuple(spec_of(v, differentiable=v.requires_grad) for v in found)
-
-
-class _Values:
-    """Values of nodes that depend on state alone, such as a mask times a weight."""
-
-    def __init__(self, program: Program, weights: Mapping[str, Tensor]) -> None:
-        self._program, self._weights = program, {**program.constants, **weights}
-
-    def of(self, node: fx.Node) -> Tensor | None:
-        with torch.no_grad():
-            found = self._value(node)
-        return found if isinstance(found, Tensor) else None
-
-    def _value(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            value = self._weights.get(self._program.canonical(str(node.target)))
-            return None if value is None or value.is_meta else value.detach()
-        target: Any = node.target
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
-            target, "tags", ()
-        ):
-            return None
-        inputs = {n: self._value(n) for n in node.all_input_nodes}
-        if any(v is None for v in inputs.values()):
-            return None
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
-        return target(*args, **kwargs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
 from graphpar.codegen.sparse_rnn.devices import WARP
-from graphpar.codegen.sparse_rnn.plan import BATCH_PER_WORD, MAX_BATCH, SLOTS_PER_ROW
+from graphpar.codegen.sparse_rnn.plan import BATCH_PER_WORD, MAX_BATCH, SLOTS_PER_ROW, Plan
 from graphpar.codegen.sparse_rnn.spec import power_of_two
 from graphpar.errors import CapacityError
 
@@ -47,6 +47,23 @@ class FastSpec:
             raise CapacityError(f"a batch of {self.batch}: one launch takes 1 to {MAX_BATCH}")
         if self.slots > SLOTS_PER_ROW:
             raise CapacityError(f"{self.slots} slots in a row: the kernel adds {SLOTS_PER_ROW}")
+
+    @classmethod
+    def of(cls, plan: Plan, *, reverse: bool = False, save: bool = False) -> FastSpec:
+        """The kernel that a plan asks for; of a large batch, its first slice."""
+        return cls(
+            cell_name=plan.cell,
+            hidden=plan.hidden,
+            batch=min(plan.batch, MAX_BATCH),
+            programs=plan.programs,
+            warps=plan.warps,
+            register_words=plan.register_words,
+            shared_words=plan.shared_words,
+            rows=plan.rows,
+            slots=plan.slots,
+            reverse=reverse,
+            save=save,
+        )
 
     @property
     def cell(self) -> Cell:

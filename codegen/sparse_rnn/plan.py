@@ -16,6 +16,7 @@ from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.devices import WARP, Device
 from graphpar.codegen.sparse_rnn.layout import deal_units, needed_depth, row_counts
 from graphpar.codegen.sparse_rnn.pack import MAX_COLUMNS
+from graphpar.codegen.sparse_rnn.spec import power_of_two
 from graphpar.errors import CapacityError
 
 REGISTER_WORDS: Mapping[int, int] = {8: 160, 16: 84}
@@ -37,7 +38,9 @@ class Plan:
     """A kernel for one recurrent matrix.
 
     Attributes:
+        hidden, batch: of the recurrence; a launch takes at most ``MAX_BATCH`` columns.
         programs: blocks, each on a multiprocessor of its own.
+        rows, slots: units of a block and slots of a row, at most, as powers of two.
         warps: of a block. ``depth``: KT, non-zeros per thread.
         register_words, shared_words: words of a thread in registers, and in shared memory.
         shared_bytes: of a block, all in all.
@@ -47,7 +50,11 @@ class Plan:
 
     cell: str
     device: Device
+    hidden: int
+    batch: int
     programs: int
+    rows: int
+    slots: int
     warps: int
     depth: int
     register_words: int
@@ -123,7 +130,11 @@ def plan_kernel(
             Plan(
                 cell_of(cell).name,
                 device,
+                count,
+                batch,
                 programs,
+                power_of_two(units.shape[1]),
+                power_of_two(int((-(-counts // depth)).max(initial=1))),
                 warps,
                 depth,
                 in_registers,
