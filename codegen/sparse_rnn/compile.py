@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from graphpar.codegen.sparse_rnn import emit_fast_parts
 from graphpar.codegen.sparse_rnn.devices import WARP, device_of
 from graphpar.codegen.sparse_rnn.emit import arguments
 from graphpar.codegen.sparse_rnn.emit_common import sizes
-from graphpar.codegen.sparse_rnn.emit_fast import ARGUMENTS as FAST_ARGUMENTS
 from graphpar.codegen.sparse_rnn.emit_fast import constants
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.spec import KernelSpec
@@ -102,8 +102,8 @@ def fast_order(spec: FastSpec, path: Path, *, arch: str) -> Order:
     most = device_of(arch).registers // spec.threads
     return Order(
         path=path,
-        name="forward",
-        types={name: _TYPES.get(name, "*fp32") for name in FAST_ARGUMENTS},
+        name=spec.part,
+        types={name: _TYPES.get(name, "*fp32") for name in emit_fast_parts.arguments(spec)},
         constants={**constants(spec), "SPIN": True},
         arch=arch,
         warps=spec.warps,

@@ -15,7 +15,7 @@ ARGUMENTS = (
 )  # fmt: skip
 
 # dh: the gradient of the state of batch column b; dG_b: of the pre-activation of gate G.
-_CELLS: Mapping[str, str] = {
+CELLS: Mapping[str, str] = {
     "lstm": """
 tc = tanh(c)
 dc_{b} += dh * o * (1.0 - tc * tc)
@@ -39,7 +39,7 @@ d0_{b} = dh * (1.0 - h * h)
 d0_{b} = tl.where(h > 0, dh, 0.0)
 """,
 }
-_READ: Mapping[str, tuple[str, ...]] = {
+READ: Mapping[str, tuple[str, ...]] = {
     "lstm": ("i", "f", "g", "o", "c"),
     "gru": ("r", "z", "n", "y"),
     "rnn_tanh": (),
@@ -86,7 +86,7 @@ def _step(spec: KernelSpec) -> Iterator[str]:
         yield f"dh = y_0_{b} + tl.load(dout_ptr + (t * B + {b}) * H + unit, mask=own, other=0.0)"
         if cell == "gru":
             yield f"dh += direct_{b}"
-        for place, name in enumerate(_READ[cell]):
+        for place, name in enumerate(READ[cell]):
             at = f"((t * {saved} + {place}) * H + unit) * B + {b}"
             yield f"{name} = tl.load(saved_ptr + {at}, mask=own, other=0.0)"
         if cell in ("rnn_tanh", "rnn_relu"):
@@ -98,7 +98,7 @@ def _step(spec: KernelSpec) -> Iterator[str]:
             yield from _before(
                 f"out_ptr + (earlier * B + {b}) * H + unit", f"h_ptr + {b} * H + unit"
             )
-        yield from _CELLS[cell].format(b=b).strip().splitlines()
+        yield from CELLS[cell].format(b=b).strip().splitlines()
         at = f"(t * B + {b}) * (G * H) + unit"
         for gate in range(spec.cell.gates):
             value = "dn" if cell == "gru" and gate == 2 else f"d{gate}_{b}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
 from graphpar.codegen.sparse_rnn.devices import WARP
@@ -19,9 +20,10 @@ _LEAST_CHUNK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastSpec:
-    """A forward kernel of one layer and direction, values and exchanged states in bf16.
+    """A kernel of one layer and direction, values and what blocks exchange in bf16.
 
     Attributes:
+        part: the forward kernel, or the backward one.
         programs, warps: blocks, and warps of each; a thread holds one slot.
         register_words, shared_words: words of a thread in registers and in shared memory.
         rows: units per block, slots: slots per row, powers of two.
@@ -37,6 +39,7 @@ class FastSpec:
     rows: int
     slots: int
     shared_words: int = 0
+    part: Literal["forward", "backward"] = "forward"
     reverse: bool = False
     save: bool = False
 
@@ -70,6 +73,16 @@ class FastSpec:
         return cell_of(self.cell_name)
 
     @property
+    def gates(self) -> int:
+        """Rows that a unit has in the packed matrix: in backward, which is transposed, one."""
+        return self.cell.gates if self.part == "forward" else 1
+
+    @property
+    def exchanged(self) -> int:
+        """Elements that a batch column exchanges at a step."""
+        return self.hidden * (1 if self.part == "forward" else self.cell.gates)
+
+    @property
     def depth(self) -> int:
         return self.register_words + self.shared_words
 
@@ -85,7 +98,7 @@ class FastSpec:
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """(start, size) of the pieces, powers of two, in which a block receives the states."""
-        size = -(-self.hidden // _LEAST_CHUNK) * _LEAST_CHUNK
+        size = -(-self.exchanged // _LEAST_CHUNK) * _LEAST_CHUNK
         while size.bit_count() > _MOST_CHUNKS:
             size += size & -size
         found, start = [], 0
@@ -102,5 +115,5 @@ class FastSpec:
 
     @property
     def words(self) -> int:
-        """64-bit words of the exchange, both buffers: [2, passes, H, 2]."""
-        return 4 * self.passes * self.hidden
+        """64-bit words of the exchange, both buffers: [2, passes, N, 2]."""
+        return 4 * self.passes * self.exchanged

@@ -19,8 +19,12 @@ from graphpar.codegen.sparse_rnn.pack import MAX_COLUMNS
 from graphpar.codegen.sparse_rnn.spec import power_of_two
 from graphpar.errors import CapacityError
 
-REGISTER_WORDS: Mapping[int, int] = {8: 160, 16: 84}
-"""By warps, the most words per thread that stay in registers over the time loop."""
+REGISTER_WORDS: Mapping[int, Mapping[str, tuple[int, int]]] = {
+    8: {"lstm": (160, 160), "gru": (160, 160), "rnn_tanh": (160, 160), "rnn_relu": (160, 160)},
+    16: {"lstm": (72, 48), "gru": (76, 56), "rnn_tanh": (84, 84), "rnn_relu": (84, 84)},
+}
+"""By warps and cell, the most words of a thread that stay in registers over the time loop, for a
+batch of up to 4 and up to 8: found by compiling for sm_90 with values saved for backward."""
 SLOTS_PER_ROW = 32
 BATCH_PER_WORD = 4
 MAX_BATCH = 8
@@ -113,7 +117,8 @@ def plan_kernel(
         columns_in_word = BATCH_PER_WORD if value_bytes == 2 else 2
         passes = -(-min(batch, MAX_BATCH) // columns_in_word)
         own = 8 * passes * columns + 16 * warps * WARP + 4 * counts.shape[1] * SLOTS_PER_ROW
-        in_registers = min(depth, REGISTER_WORDS[warps] // words)
+        most = REGISTER_WORDS[warps][cell][min(passes, 2) - 1]
+        in_registers = min(depth, most // words)
         room = max(0, device.shared_bytes - own) // (4 * words * warps * WARP)
         if own > device.shared_bytes or depth - in_registers > room:
             held = (in_registers + room) * warps * WARP * programs

@@ -60,13 +60,13 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
     device = device_of(compiled.arch)
     rows_at_once = max(1, compiled.threads // spec.slots)
     per_row = -(-spec.rows // rows_at_once)
-    inputs = spec.batch * spec.cell.gates * per_row
+    inputs = spec.batch * _inputs(spec) * per_row
     wanted = spec.depth * spec.passes
     faults = []
     if compiled.stack_bytes or any(o.startswith(("LDL", "STL")) for o in body):
         faults.append(f"spills: {compiled.stack_bytes} bytes of stack")
     if weak > inputs:
-        faults.append(f"{weak} weak loads a step, the gates need {inputs}: weights are read again")
+        faults.append(f"{weak} weak loads a step, the cell needs {inputs}: weights are read again")
     if gathers < wanted:
         faults.append(f"{gathers} gathers a step, fewer than {wanted} non-zeros")
     if barriers > MAX_BARRIERS:
@@ -83,6 +83,14 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
         len(body), gathers, barriers, weak, len(polls), compiled.registers,
         compiled.shared_bytes, resident, tuple(faults),
     )  # fmt: skip
+
+
+def _inputs(spec: FastSpec) -> int:
+    """Values that a step reads from global memory for a unit and batch column."""
+    if spec.part == "forward":
+        return spec.cell.gates
+    # Its own gradient, the saved values, and the state before: two masked loads, or none.
+    return 1 + spec.cell.saved + (2 if spec.cell.saved else 1)
 
 
 def _is_strong_load(instruction: str) -> bool:

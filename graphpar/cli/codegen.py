@@ -17,7 +17,7 @@ from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.compile import Compiled, compile_all, fast_order
 from graphpar.codegen.sparse_rnn.devices import DEVICES, device_of
 from graphpar.codegen.sparse_rnn.emit import write
-from graphpar.codegen.sparse_rnn.emit_fast import emit_fast
+from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.plan import Plan, plan_kernel
 from graphpar.codegen.sparse_rnn.static_checks import check

@@ -97,6 +97,6 @@ def note(
     wanted: tuple[Tensor, ...],
 ) -> None:
     for name, a, b in zip(names, found, wanted, strict=False):
-        if b.numel():  # what a cell does not have is empty
+        if a.numel() and b.numel():  # what a cell does not have is empty
             difference = float((a - b).abs().nan_to_num(torch.inf).max())
             worst[name] = max(difference, worst.get(name, 0.0))

@@ -15,13 +15,15 @@ from graphpar.codegen.sparse_rnn import stepwise
 from graphpar.codegen.sparse_rnn.cells import CELLS
 from graphpar.codegen.sparse_rnn.compile import compile_all, fast_order
 from graphpar.codegen.sparse_rnn.emit import write
-from graphpar.codegen.sparse_rnn.emit_fast import emit_fast
-from graphpar.codegen.sparse_rnn.fast import FastForward
+from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
+from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
+from graphpar.codegen.sparse_rnn.plan import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.static_checks import Findings, check
 from graphpar.errors import CapacityError, InternalError
+from tests.unit.sparse_kernels import note
 
 SPEC = FastSpec(
     cell_name="rnn_tanh",
@@ -46,6 +48,7 @@ def run(
     launches: int = 1,
     edit: Callable[[str], str] = lambda text: text,
     programs: int = 3,
+    backward: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     """The largest differences from products of the same rounded weights in float32."""
@@ -53,26 +56,33 @@ def run(
     shape = CELLS[cell].gates * hidden, hidden
     weight = (0.3 * torch.randn(shape) * (torch.rand(shape) < 0.2)).bfloat16().float()
 
-    def start(spec: FastSpec, programs: int, arguments: Mapping[str, Any]) -> None:
+    def start(spec: FastSpec, blocks: int, arguments: Mapping[str, Any]) -> None:
         module = load_fast(edit(emit_fast(spec)), folder)
         shared = [arguments["exchange_ptr"]]
         schedule = Schedule(seed=seed, weak=True, shared=shared, patience=100)
-        launch(module.forward, programs, {**arguments, "SPIN": False}, schedule)
+        launch(getattr(module, spec.part), blocks, {**arguments, "SPIN": False}, schedule)
 
-    fast = FastForward(weight, cell, batch, launch=start, programs=programs, warps=4, **options)
-    fast.exchange.random_(-(2**62), 0)
+    fast = Fast(weight, cell, batch, launch=start, programs=programs, warps=4, **options)
+    for exchange in fast.exchanges:
+        exchange.random_(-(2**62), 0)
     worst: dict[str, float] = {}
+    lstm, reverse = cell == "lstm", options.get("reverse", False)
     for _ in range(launches):
         x, bias = torch.randn(steps, batch, shape[0]), 0.2 * torch.randn(shape[0])
         h = 0.3 * torch.randn(batch, hidden)
-        c = torch.randn(batch, hidden) if cell == "lstm" else None
+        c = torch.randn(batch, hidden) if lstm else None
         found = fast.forward(x, bias, h, c)
-        reverse = options.get("reverse", False)
         wanted = stepwise.forward(x, weight, bias, None, h, c, cell, reverse, True)
-        for name, a, b in zip(("out", "c", "saved"), found, wanted, strict=True):
-            if a.numel() and b.numel():
-                difference = float((a - b).abs().nan_to_num(torch.inf).max())
-                worst[name] = max(difference, worst.get(name, 0.0))
+        note(worst, ("out", "c", "saved"), found, wanted)
+        if not backward:
+            continue
+        dout = torch.randn(steps, batch, hidden)
+        dc = torch.randn(batch, hidden) if lstm else None
+        back = fast.backward(dout, dc, wanted[0], wanted[2], h, c)
+        wanted_back = stepwise.backward(
+            dout, dc, wanted[0], wanted[2], weight, None, h, c, cell, reverse
+        )
+        note(worst, ("dgates", "drecurrent", "dh", "dc"), back, wanted_back)
     return worst
 
 
@@ -82,15 +92,16 @@ LIMIT = 3e-2
 
 @pytest.mark.parametrize("cell", sorted(CELLS))
 def test_equals_the_products(cell: str, tmp_path: Path) -> None:
-    worst = run(cell, tmp_path, launches=2)
+    worst = run(cell, tmp_path, launches=2, backward=True)
+    assert {"out", "dgates", "dh"} <= worst.keys()
     assert 0 < max(worst.values()) < LIMIT, worst
 
 
 @pytest.mark.parametrize(
     ("cell", "options"),
     [
-        ("lstm", {"batch": 5, "hidden": 70, "shared_words": 3}),
-        ("lstm", {"batch": 1, "steps": 4, "reverse": True}),
+        ("lstm", {"batch": 5, "hidden": 70, "shared_words": 3, "backward": True}),
+        ("gru", {"batch": 1, "steps": 3, "reverse": True, "backward": True}),
         ("gru", {"batch": 8, "hidden": 20, "save": False}),
         ("rnn_relu", {"batch": 2, "hidden": 257, "steps": 1, "programs": 4}),
     ],
@@ -167,7 +178,8 @@ def test_machine_code_is_what_was_planned(tmp_path: Path) -> None:
         assert found.barriers == 2
         assert found.gathers >= SPEC.depth
     more = [replace(SPEC, cell_name="lstm", shared_words=2, save=True), replace(SPEC, batch=1)]
-    assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [(), ()]
+    more.append(replace(SPEC, cell_name="gru", part="backward", hidden=64))
+    assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [(), (), ()]
 
 
 FAULTS = {
@@ -199,11 +211,12 @@ def test_spills_and_grids_are_seen(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_full_sizes(tmp_path: Path) -> None:
     """The most words in registers that the planner counts on, with every cell's own work."""
-    large = replace(SPEC, hidden=2304, programs=108, slots=8)
+    large = replace(SPEC, hidden=2304, programs=108, slots=8, save=True)
     specs = [
-        replace(large, cell_name=cell, warps=warps, register_words=words)
-        for cell in CELLS
-        for warps, words in ((8, 160), (16, 80))
+        replace(large, cell_name=cell, warps=warps, batch=batch, register_words=words)
+        for warps, cells in REGISTER_WORDS.items()
+        for cell, both in cells.items()
+        for batch, words in zip((4, 8), both, strict=True)
     ]
-    for spec, found in zip(specs, findings(specs, tmp_path, ("sm_80",)), strict=True):
+    for spec, found in zip(specs, findings(specs, tmp_path, ("sm_90",)), strict=True):
         assert not found.faults, (spec, found)
