@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from graphpar.errors import InputError
 
 WARP = 32
+REGISTERS = 65536
+"""32-bit registers of a multiprocessor, of all architectures here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Device:
     l2_bytes_per_us: float
     memory_bytes_per_us: float
     shared_bytes: int
-    registers: int = 65536
+    registers: int = REGISTERS
 
     @property
     def capability(self) -> int:

@@ -98,11 +98,13 @@ def most_called(program: Program) -> str:
 
 
 def format_report(program: Program) -> str:
-    """What the partitioner reports of its solution; empty without one."""
-    found = program.report.get("partition")
-    if not found:
-        return ""
-    return (
-        f"partition: {found['objective_us']:.1f} us modelled per step, "
-        f"bound {found['bound_us']:.1f} us, solved in {found['seconds']:.2f} s"
-    )
+    """What became of recurrences, and what the partitioner reports of its solution."""
+    lines = [
+        f"{name}: {decision}" for name, decision in program.report.get("sparse_rnn", {}).items()
+    ]
+    if found := program.report.get("partition"):
+        lines.append(
+            f"partition: {found['objective_us']:.1f} us modelled per step, "
+            f"bound {found['bound_us']:.1f} us, solved in {found['seconds']:.2f} s"
+        )
+    return "\n".join(lines)

@@ -40,3 +40,9 @@ def test_what_does_not_fit(graphpar: Command) -> None:
     found = graphpar("codegen", f"{MODELS}:projected")
     assert found.code == 0
     assert "# no kernel: an LSTM with projections" in found.out
+
+
+def test_dump_and_verify_measure_densities(graphpar: Command) -> None:
+    found = graphpar("dump", PRUNED, "--tp", 1)
+    assert "rnn layer 0: dense: not faster: " in found.err
+    assert graphpar("verify", PRUNED, "--tp", 1).code == 0
