@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpar.cost import CostModel, Hardware, Roofline, find_hardware
@@ -32,6 +32,7 @@ def transform(
     recompute: str = "auto",
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
+    sparse_rnn: bool | str = "auto",
 ) -> ParallelModule:
     """Partition an unmodified module over ``tp`` ranks.
 
@@ -65,6 +66,10 @@ def transform(
             memory, of ``hardware`` or of the GPU that the model is on; else there is no limit.
         hardware: the device whose times count for the choice ("a100-80gb"; see
             :data:`graphpar.cost.HARDWARE`). Default: an H100.
+        sparse_rnn: recurrences (``nn.LSTM`` and its kin) whose recurrent weights hold zeros, as
+            sparse ones: "auto", where a model of the time calls that faster at the density that
+            the weights have now; True, all; False, none. ``report["sparse_rnn"]`` says what was
+            decided for each layer and direction, and why.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.
@@ -79,7 +84,9 @@ def transform(
     device = None if hardware is None else find_hardware(hardware)
     budget = _budget(memory_budget, device, _device_of(model))
 
-    def pipeline_of(types: Mapping[str, Type] | None) -> Pipeline:
+    def pipeline_of(
+        types: Mapping[str, Type] | None, weights: Mapping[str, Tensor] | None
+    ) -> Pipeline:
         return default_pipeline(
             tp=tp,
             sp=sp,
@@ -89,9 +96,11 @@ def transform(
             budget_bytes=budget if recompute == "auto" else None,
             times=None if device is None else Roofline(hardware=device),
             state_types=types,
+            sparse_rnn=sparse_rnn,
+            weights=weights,
         )
 
-    pipeline_of(None)  # a wrong option is an error now, not at the first call
+    pipeline_of(None, None)  # a wrong option is an error now, not at the first call
 
     parallel = ParallelModule(model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)))
     call = _example(model, example_args, example_kwargs)

@@ -31,6 +31,14 @@ class CheckpointError(GraphparError, RuntimeError):
     """A checkpoint is incomplete, or does not fit the model; the message names the tensor."""
 
 
+class CapacityError(GraphparError, ValueError):
+    """A sparse recurrence does not fit the format or the device; the message says what would."""
+
+
+class KernelError(GraphparError, RuntimeError):
+    """A generated kernel cannot run here, or gave up waiting for another block."""
+
+
 class RankMismatchError(MeshError):
     """Ranks hold different programs."""
 

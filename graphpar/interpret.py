@@ -71,3 +71,34 @@ def _run_graph(
         for done in last.get(node, ()):
             del env[done]
     return [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
+
+
+class StateValues:
+    """Values of a flat program's nodes that depend on state alone, as a mask times a weight does.
+
+    ``weights``: by canonical names; what is missing or on the meta device is unknown.
+    """
+
+    def __init__(self, program: Program, weights: Mapping[str, Tensor]) -> None:
+        self._program, self._weights = program, {**program.constants, **weights}
+
+    def of(self, node: fx.Node) -> Tensor | None:
+        """The value; ``None`` if it is unknown."""
+        with torch.no_grad():
+            found = self._value(node)
+        return found if isinstance(found, Tensor) else None
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            value = self._weights.get(self._program.canonical(str(node.target)))
+            return None if value is None or value.is_meta else value.detach()
+        target: Any = node.target
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
+            target, "tags", ()
+        ):
+            return None
+        inputs = {n: self._value(n) for n in node.all_input_nodes}
+        if any(v is None for v in inputs.values()):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
+        return target(*args, **kwargs)

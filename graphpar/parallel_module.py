@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphpar.errors import CheckpointError, GraphparError, InputError, MeshError
-from graphpar.interpret import autocast_off
+from graphpar.interpret import autocast_off, model_state
 from graphpar.mesh import default_device, process_count
 from graphpar.ops.agree import check_agreement, meet
 from graphpar.ops.kernels import name_on_rank
@@ -48,8 +48,9 @@ from graphpar.trace.fold import draws
 from graphpar.trace.skeleton import all_on_meta, hollow_on, on_meta, skeleton
 from graphpar.types import I, Shard, Type
 
-PipelineOf = Callable[[Mapping[str, Type] | None], Pipeline]
-"""The pipeline, given the types that parameters already have (at the first call: none)."""
+PipelineOf = Callable[[Mapping[str, Type] | None, Mapping[str, Tensor] | None], Pipeline]
+"""The pipeline, given the types that parameters already have (at the first call: none), and what
+is known of their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class ParallelModule(Container):
         self._copy_flags()
         program = self._tracer.trace(self._source, args, kwargs, flags=self._flags())
         types = None if known is None else {name: s.type for name, s in known.items()}
-        stages = run_pipeline(program, self._pipeline_of(types))
+        stages = run_pipeline(program, self._pipeline_of(types, self._whole_values()))
         program = list(stages.values())[-1]
         if self._mesh is not None and self._tp > 1:
             check_agreement(program_hash(program), self._group, "program", _summary(program))
@@ -131,6 +132,17 @@ class ParallelModule(Container):
             self._first = variant
             self._adopt(program)
         return variant
+
+    def _whole_values(self) -> dict[str, Tensor]:
+        """Parameters and buffers that this rank has whole, by their canonical names."""
+        if self._first is None:
+            return model_state(self._originals[0])
+        states, held = self._first.program.state, self.local_tensors()
+        return {
+            name: held[name]
+            for name, state in states.items()
+            if name in held and not isinstance(state.type, Shard)
+        }
 
     def _copy_flags(self) -> None:
         sources = dict(self._source.named_modules(remove_duplicate=False))
@@ -293,7 +305,7 @@ class ParallelModule(Container):
     @property
     def pipeline(self) -> str:
         """The passes as text, which :func:`graphpar.pipeline.parse_pipeline` reads."""
-        return format_pipeline(self._pipeline_of(None))
+        return format_pipeline(self._pipeline_of(None, None))
 
     @property
     def report(self) -> Mapping[str, Any]:

@@ -12,14 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch import Tensor
+
 from graphpar.cost import CostModel, Times
 from graphpar.errors import InputError
 from graphpar.passes.annotate import AnnotatePartitions, annotate_partitions
 from graphpar.passes.apply_recompute import ApplyRecompute, apply_recompute
-from graphpar.passes.choose_recompute import MODES, ChooseRecompute, choose_recompute
+from graphpar.passes.choose_recompute import MODES as RECOMPUTE
+from graphpar.passes.choose_recompute import ChooseRecompute, choose_recompute
 from graphpar.passes.fuse_biases import FuseBiases, fuse_biases
 from graphpar.passes.insert_collectives import InsertCollectives, insert_collectives
 from graphpar.passes.localize import Localize, localize
+from graphpar.passes.lower_recurrences import MODES as SPARSE_RNN
+from graphpar.passes.lower_recurrences import LowerRecurrences, lower_recurrences
 from graphpar.passes.name_axes import NameAxes, name_axes
 from graphpar.passes.normalize import Normalize, normalize
 from graphpar.passes.outline import Outline, outline
@@ -32,6 +37,7 @@ from graphpar.verify import verify
 Pass = Callable[[Program, Any], Program]
 
 PASSES: Mapping[str, tuple[Pass, type]] = {
+    "lower-recurrences": (lower_recurrences, LowerRecurrences),
     "outline": (outline, Outline),
     "split-dropout": (split_dropout, SplitDropout),
     "normalize": (normalize, Normalize),
@@ -112,17 +118,25 @@ def default_pipeline(
     budget_bytes: int | None = None,
     times: Times | None = None,
     state_types: Mapping[str, Type] | None = None,
+    sparse_rnn: bool | str = "auto",
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Pipeline:
     """What :func:`graphpar.transform` runs after tracing. ``tp=1`` is the identity, but for the
-    masks of dropout with ``rng="invariant"``.
+    masks of dropout with ``rng="invariant"`` and sparse recurrences.
 
     ``recompute``, ``budget_bytes``, ``times``: see :class:`ChooseRecompute`. ``state_types``: types
-    that parameters already have, from an earlier trace of the model.
+    that parameters already have, from an earlier trace of the model. ``weights``: values of state,
+    from which the density of recurrences is measured.
     """
+    if sparse_rnn not in SPARSE_RNN:
+        known = ", ".join(map(repr, SPARSE_RNN))
+        raise InputError(f"sparse_rnn must be one of {known}, not {sparse_rnn!r}")
+    lowered = step("lower-recurrences", sparse_rnn=sparse_rnn, weights=weights)
+    first = (lowered,) if sparse_rnn else ()
     if rng not in RNG:
         raise InputError(f"rng must be one of {', '.join(map(repr, RNG))}, not {rng!r}")
-    if recompute not in MODES:
-        known = ", ".join(map(repr, MODES))
+    if recompute not in RECOMPUTE:
+        known = ", ".join(map(repr, RECOMPUTE))
         raise InputError(f"recompute must be one of {known}, not {recompute!r}")
     chosen: Pipeline = ()
     if recompute in ("selective", "full") or (recompute == "auto" and budget_bytes is not None):
@@ -130,10 +144,11 @@ def default_pipeline(
         chosen = (step("choose-recompute", **options), step("apply-recompute"))
     if tp == 1:
         seeded = (step("split-dropout"), step("seed-dropout")) if rng == "invariant" else ()
-        return (step("outline"), *seeded, *chosen)
+        return (*first, step("outline"), *seeded, *chosen)
     before = () if rng == "exact" else (step("split-dropout"),)
     after = () if rng == "exact" else (step("seed-dropout", rng=rng),)
     return (
+        *first,
         step("outline"),
         *before,
         step("normalize"),

@@ -51,6 +51,7 @@ def assert_equivalent(
     seed: int = 0,
     cost: CostModel | None = None,
     rng: str = "exact",
+    sparse_rnn: bool | str = "auto",
 ) -> Equivalence:
     """Compare the model rewritten for ``tp`` simulated ranks with the model itself.
 
@@ -67,7 +68,7 @@ def assert_equivalent(
     """
     if rng == "per-rank":
         raise InputError('rng="per-rank" promises no equality: compare "exact" or "invariant"')
-    program = rewrite(model, args, kwargs, tp=tp, sp=sp, cost=cost, rng=rng)
+    program = rewrite(model, args, kwargs, tp=tp, sp=sp, cost=cost, rng=rng, sparse_rnn=sparse_rnn)
     reference = rewrite(model, args, kwargs, tp=1, rng=rng) if rng != "exact" else None
     return compare(
         program, model, args, kwargs, atol=atol, rtol=rtol, seed=seed, reference=reference
@@ -83,10 +84,18 @@ def rewrite(
     sp: bool = False,
     cost: CostModel | None = None,
     rng: str = "exact",
+    sparse_rnn: bool | str = "auto",
 ) -> Program:
     """The local program of the model for ``tp`` ranks, verified after every pass."""
     bound = bind(model, args, kwargs)
-    pipeline = default_pipeline(tp=check_tp(tp), sp=sp, cost=cost, rng=rng)
+    pipeline = default_pipeline(
+        tp=check_tp(tp),
+        sp=sp,
+        cost=cost,
+        rng=rng,
+        sparse_rnn=sparse_rnn,
+        weights=model_state(model),
+    )
     return list(run_pipeline(trace(model, *bound), pipeline).values())[-1]
 
 
@@ -109,7 +118,7 @@ def compare(
     bound = bind(model, args, kwargs)
     leaves, spec = flatten(*bound)
     copies = [[_leaf(leaf) for leaf in leaves] for _ in range(program.ranks + 1)]
-    twin = copy.deepcopy(model)
+    twin = _twin(model)
     twin.zero_grad(set_to_none=True)
     twin_args, twin_kwargs = pytree.tree_unflatten(copies[-1], spec)
     simulation = Simulation(program, model_state(model))
@@ -141,6 +150,14 @@ def compare(
         if program.state[name].kind == "buffer":
             check(f"buffer {name}", simulation.state[name][0], value)
     return Equivalence(program, check.compared, check.worst)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A deep copy. Tensors that hooks compute before each forward, as those of
+    ``torch.nn.utils.prune``, refuse to be copied with their history: they lose it."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    computed = [v for v in held if isinstance(v, Tensor) and not v.is_leaf]
+    return copy.deepcopy(model, {id(v): v.detach().clone() for v in computed})
 
 
 def _run_reference(reference: Program, twin: nn.Module, leaves: Sequence[Any]) -> list[Any]:

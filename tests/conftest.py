@@ -3,6 +3,7 @@ import os
 # Before torch is imported, which reads them once.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run in Triton's interpreter
 
 import torch
 from hypothesis import HealthCheck, settings

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
 
 from graphpar.cli.loading import Loaded
 from graphpar.errors import GraphparError
+from graphpar.interpret import model_state
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.program import Program
 from graphpar.trace import trace
@@ -30,3 +34,13 @@ def build_stages(
             error.add_note(f"pipeline: {format_pipeline(pipeline)}")
         raise
     return list(stages.values())[-1]
+
+
+def with_weights(pipeline: Pipeline, module: nn.Module) -> Pipeline:
+    """The pipeline, with the values of the model's state where a pass measures them."""
+    return tuple(
+        replace(each, options=replace(each.options, weights=model_state(module)))
+        if each.name == "lower-recurrences"
+        else each
+        for each in pipeline
+    )

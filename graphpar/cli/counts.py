@@ -102,8 +102,11 @@ def most_called(program: Program) -> str:
 
 
 def format_report(program: Program) -> str:
-    """What the partitioner and the choice of recomputation report; empty without either."""
-    lines = []
+    """What became of recurrences, and what the choice of recomputation and the partitioner
+    report."""
+    lines = [
+        f"{name}: {decision}" for name, decision in program.report.get("sparse_rnn", {}).items()
+    ]
     if "recompute" in program.report:
         lines.append(str(program.report["recompute"]))
     if found := program.report.get("partition"):

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from graphpar.cli.build import build_stages
+from graphpar.cli.build import build_stages, with_weights
 from graphpar.cli.counts import format_counts, format_report
 from graphpar.cli.loading import HELP, load_model
 from graphpar.cli.output import Terminal
@@ -66,6 +66,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.stage:
         pipeline = until(pipeline, options.stage)
     loaded = load_model(options.model)
+    pipeline = with_weights(pipeline, loaded.module)
     stages: dict[str, Program] = {}
     try:
         build_stages(loaded, pipeline, stages.__setitem__)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from graphpar.cli.build import build_stages
+from graphpar.cli.build import build_stages, with_weights
 from graphpar.cli.loading import HELP, load_model
 from graphpar.cli.output import Terminal
 from graphpar.mesh import check_tp
@@ -51,6 +51,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     with progress(terminal, len(pipeline) + 3) as bar:
         bar("load the model")
         loaded = load_model(options.model)
+        pipeline = with_weights(pipeline, loaded.module)
         upcoming = iter([*(each.name for each in pipeline), f"simulate {options.tp} ranks"])
 
         def seen(name: str, program: Program) -> None:

@@ -117,8 +117,11 @@ class Lowering:
         """Lower the calls among ``nodes``."""
         calls = [n for n in nodes if n.op == "call_function"]
         self.writes = any(written(n.target) or updates_statistics(n) for n in calls)
+        around = self.b.source
         for node in calls:
-            self.b.source = source_of(node.meta.get("stack_trace"), module_path(node))
+            source = source_of(node.meta.get("stack_trace"), module_path(node))
+            # What a hook of the root computes has no frame.
+            self.b.source = source if source.line else replace(around, module=source.module)
             self.call(node)
 
     def call(self, node: fx.Node) -> None:

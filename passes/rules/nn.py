@@ -35,6 +35,15 @@ def grouped_mm(call: Call) -> OpRule | None:
     return rule
 
 
+def recurrence(call: Call) -> OpRule:
+    """``sparse_rnn``: the batch may be cut, time and units mix."""
+    names = ("gates", "weight", "bias", "projection", "h", "c")
+    formula = "[t] b [g], [g] [p], [g], [p] [h], b [p], b [h] -> t b p, b p, " + (
+        "b p" if call["c"] is None else "b h"
+    )
+    return einsum(call, formula, [call[name] for name in names], linear=False)
+
+
 def distances(call: Call) -> OpRule:
     """``_cdist_forward``: all pairs of rows."""
     formula = "... p [d], ... r [d] -> ... p r"

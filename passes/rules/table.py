@@ -234,8 +234,11 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
 }
 
 
-# Ops of libraries that may not be there, by their qualified names.
-_NAMED: dict[str, Rule] = {"transformers::grouped_mm_fallback": nn.grouped_mm}
+# Ops that may not be defined here, by their qualified names.
+_NAMED: dict[str, Rule] = {
+    "transformers::grouped_mm_fallback": nn.grouped_mm,
+    "graphpar_rnn::sparse_rnn": nn.recurrence,
+}
 
 
 def register_rule(op: str, formula: str, *, linear: bool = False) -> None:

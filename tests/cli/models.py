@@ -121,3 +121,24 @@ class Dropping(nn.Module):
 
 def dropping() -> Call:
     return Dropping(), (torch.randn(2, 4, 8),), {}
+
+
+class Speller(nn.Module):
+    def __init__(self, projection: int = 0) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 64, proj_size=projection)
+        with torch.no_grad():
+            weight: Tensor = self.rnn.weight_hh_l0  # type: ignore[assignment]
+            weight *= torch.rand_like(weight) < 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rnn(x)[0]
+        return y
+
+
+def pruned() -> Call:
+    return Speller(), (torch.randn(3, 4, 8),), {}
+
+
+def projected() -> Call:
+    return Speller(16), (torch.randn(3, 4, 8),), {}

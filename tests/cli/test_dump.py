@@ -109,7 +109,7 @@ def test_the_stages_before_a_failure(graphpar: Command, monkeypatch: pytest.Monk
     monkeypatch.setattr("graphpar.pipeline.PASSES", failing)
     found = graphpar("dump", MLP, "--tp", 2, "--all-stages")
     assert found.code == 2
-    assert re.findall("^# stage: (.*)$", found.out, re.MULTILINE) == STAGES[:5]
+    assert re.findall("^# stage: (.*)$", found.out, re.MULTILINE) == STAGES[:6]
     assert found.err.splitlines() == ["no", "  in step annotate-partitions{tp=2}"]
     assert graphpar("dump", MLP, "--tp", 2).out == ""
     assert graphpar("dump", MLP, "--tp", 2, "--stage", "name-axes").code == 0

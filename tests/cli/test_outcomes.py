@@ -69,13 +69,13 @@ def test_usage(arguments: tuple[str, ...], wanted: str, graphpar: Command) -> No
         (("demo", "--steps", "0"), "--steps must be at least 1, not 0"),
         (
             ("dump", "x.py:m", "--tp", "2", "--stage", "traces"),
-            "there is no stage 'traces'; known: trace, outline, split-dropout, normalize, "
-            "name-axes, annotate-partitions, insert-collectives, fuse-biases, localize, "
-            "seed-dropout",
+            "there is no stage 'traces'; known: trace, lower-recurrences, outline, "
+            "split-dropout, normalize, name-axes, annotate-partitions, insert-collectives, "
+            "fuse-biases, localize, seed-dropout",
         ),
         (
             ("dump", "x.py:m", "--tp", "1", "--stage", "localize"),
-            "known: trace, outline, split-dropout, seed-dropout",
+            "known: trace, lower-recurrences, outline, split-dropout, seed-dropout",
         ),
     ],
 )
@@ -128,7 +128,8 @@ def test_a_fault_of_ours(graphpar: Command, monkeypatch: pytest.MonkeyPatch) -> 
     assert (found.code, found.out) == (70, "")
     assert found.err.splitlines() == [
         "internal fault: VerifyError: x is Partial, not Shard(0)",
-        "  pipeline: outline,split-dropout,normalize,name-axes,annotate-partitions{tp=2},"
+        "  pipeline: lower-recurrences,outline,split-dropout,normalize,name-axes,"
+        "annotate-partitions{tp=2},"
         "insert-collectives,fuse-biases,localize,seed-dropout",
         "This is a fault of graphpar: please report it with these lines; --traceback gives the "
         "rest.",

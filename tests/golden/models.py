@@ -111,3 +111,21 @@ def dropouts() -> tuple[nn.Module, Tensor]:
 
 def dropping_layers() -> tuple[nn.Module, Tensor]:
     return DroppingLayers(), torch.randn(2, 4, 8)
+
+
+class Speller(nn.Module):
+    """A recurrence between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 6, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        out: Tensor = self.head(y)
+        return out
+
+
+def speller() -> tuple[nn.Module, Tensor]:
+    return Speller(), torch.randn(2, 4, 8)

@@ -294,7 +294,9 @@ def test_mesh_without_the_dimension() -> None:
 
 
 def test_unknown_pass_and_option() -> None:
-    with pytest.raises(InputError, match="no pass is named 'fuse'; known: outline"):
+    with pytest.raises(
+        InputError, match="no pass is named 'fuse'; known: lower-recurrences, outline"
+    ):
         step("fuse")
     with pytest.raises(InputError, match="outline has no option 'depth'; known: min_contractions"):
         step("outline", depth=1)

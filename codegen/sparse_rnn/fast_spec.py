@@ -1,0 +1,119 @@
+"""What one fast kernel is for: all that its text depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
+from graphpar.codegen.sparse_rnn.devices import WARP
+from graphpar.codegen.sparse_rnn.plan import BATCH_PER_WORD, MAX_BATCH, SLOTS_PER_ROW, Plan
+from graphpar.codegen.sparse_rnn.spec import power_of_two
+from graphpar.errors import CapacityError
+
+WHOLE_WORD_COLUMNS = 4096
+"""Up to so many columns a word is read as a float whole: its column changes the value by at most
+a sixteenth of the last bit of bf16."""
+_MOST_CHUNKS = 3
+_LEAST_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastSpec:
+    """A kernel of one layer and direction, values and what blocks exchange in bf16.
+
+    Attributes:
+        part: the forward kernel, or the backward one.
+        programs, warps: blocks, and warps of each; a thread holds one slot.
+        register_words, shared_words: words of a thread in registers and in shared memory.
+        rows: units per block, slots: slots per row, powers of two.
+        reverse: from the last step to the first. ``save``: store what backward needs.
+    """
+
+    cell_name: str
+    hidden: int
+    batch: int
+    programs: int
+    warps: int
+    register_words: int
+    rows: int
+    slots: int
+    shared_words: int = 0
+    part: Literal["forward", "backward"] = "forward"
+    reverse: bool = False
+    save: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.rows == power_of_two(self.rows)
+        assert self.slots == power_of_two(self.slots)
+        if not 1 <= self.batch <= MAX_BATCH:
+            raise CapacityError(f"a batch of {self.batch}: one launch takes 1 to {MAX_BATCH}")
+        if self.slots > SLOTS_PER_ROW:
+            raise CapacityError(f"{self.slots} slots in a row: the kernel adds {SLOTS_PER_ROW}")
+
+    @classmethod
+    def of(cls, plan: Plan, *, reverse: bool = False, save: bool = False) -> FastSpec:
+        """The kernel that a plan asks for; of a large batch, its first slice."""
+        return cls(
+            cell_name=plan.cell,
+            hidden=plan.hidden,
+            batch=min(plan.batch, MAX_BATCH),
+            programs=plan.programs,
+            warps=plan.warps,
+            register_words=plan.register_words,
+            shared_words=plan.shared_words,
+            rows=plan.rows,
+            slots=plan.slots,
+            reverse=reverse,
+            save=save,
+        )
+
+    @property
+    def cell(self) -> Cell:
+        return cell_of(self.cell_name)
+
+    @property
+    def gates(self) -> int:
+        """Rows that a unit has in the packed matrix: in backward, which is transposed, one."""
+        return self.cell.gates if self.part == "forward" else 1
+
+    @property
+    def exchanged(self) -> int:
+        """Elements that a batch column exchanges at a step."""
+        return self.hidden * (1 if self.part == "forward" else self.cell.gates)
+
+    @property
+    def depth(self) -> int:
+        return self.register_words + self.shared_words
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def passes(self) -> int:
+        """Gathers per non-zero: each serves four batch columns."""
+        return -(-self.batch // BATCH_PER_WORD)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """(start, size) of the pieces, powers of two, in which a block receives the states."""
+        size = -(-self.exchanged // _LEAST_CHUNK) * _LEAST_CHUNK
+        while size.bit_count() > _MOST_CHUNKS:
+            size += size & -size
+        found, start = [], 0
+        for bit in range(size.bit_length() - 1, -1, -1):
+            if size >> bit & 1:
+                found.append((start, 1 << bit))
+                start += 1 << bit
+        return tuple(found)
+
+    @property
+    def states(self) -> int:
+        """Elements of the states in shared memory."""
+        return power_of_two(sum(size for _, size in self.chunks))
+
+    @property
+    def words(self) -> int:
+        """64-bit words of the exchange, both buffers: [2, passes, N, 2]."""
+        return 4 * self.passes * self.exchanged

@@ -1,0 +1,100 @@
+"""Launch generated kernels on a GPU, if it can run all their blocks at once.
+
+A block that waits for one that never started would wait forever, so this is checked before each
+first launch, and the launch itself is cooperative: the driver refuses a grid that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphpar.codegen.sparse_rnn.devices import REGISTERS
+from graphpar.codegen.sparse_rnn.emit import load, write
+from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
+from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.errors import KernelError
+
+LEAST_CAPABILITY = 8, 0
+LEAST_TRITON = 3, 7
+"""The first version whose Gluon gathers from shared memory."""
+
+
+def check_device(
+    programs: int, *, multiprocessors: int, capability: tuple[int, int], triton: tuple[int, int]
+) -> None:
+    """Whether a GPU can run ``programs`` blocks at once, one on each multiprocessor.
+
+    Raises:
+        KernelError: says what would run.
+    """
+    if capability < LEAST_CAPABILITY:
+        raise KernelError(
+            f"compute capability {_dotted(capability)}: the kernels need 8.0 or newer"
+        )
+    if triton < LEAST_TRITON:
+        raise KernelError(f"triton {_dotted(triton)}: the fast kernels need 3.7 or newer")
+    if programs > multiprocessors:
+        raise KernelError(
+            f"{programs} blocks cannot run at once on {multiprocessors} multiprocessors: plan for "
+            f"{multiprocessors} blocks or fewer"
+        )
+
+
+def triton_version() -> tuple[int, int]:
+    """The installed version.
+
+    Raises:
+        KernelError: there is none.
+    """
+    try:
+        import triton
+    except ImportError:
+        raise KernelError(
+            "triton is not installed: the recurrence runs by the library's products only"
+        ) from None
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+@dataclass(slots=True)
+class FastLauncher:
+    """A :data:`graphpar.codegen.sparse_rnn.fast.Launch` on the GPU that holds the tensors.
+
+    ``folder`` is for the generated files.
+    """
+
+    folder: Path | None = None
+    _kernels: dict[FastSpec, Any] = field(default_factory=dict)
+
+    def __call__(self, spec: FastSpec, programs: int, arguments: Mapping[str, Any]) -> None:
+        device = arguments["exchange_ptr"].device
+        if device.type != "cuda":
+            raise KernelError(f"the fast kernels run on a GPU, the tensors are on {device}")
+        properties = torch.cuda.get_device_properties(device)
+        if spec not in self._kernels:
+            check_device(
+                programs,
+                multiprocessors=properties.multi_processor_count,
+                capability=(properties.major, properties.minor),
+                triton=triton_version(),
+            )
+            module = load(write(emit_fast(spec), self.folder))
+            self._kernels[spec] = getattr(module, spec.part)
+        most = min(255, REGISTERS // spec.threads)
+        with torch.cuda.device(device):
+            self._kernels[spec][(programs,)](
+                **arguments,
+                SPIN=True,
+                num_warps=spec.warps,
+                maxnreg=most,
+                launch_cooperative_grid=True,
+            )

@@ -1,0 +1,222 @@
+"""The fast kernel: its text in the interpreter, through a shim, and its machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphpar.codegen.sparse_rnn import stepwise
+from graphpar.codegen.sparse_rnn.cells import CELLS
+from graphpar.codegen.sparse_rnn.compile import compile_all, fast_order
+from graphpar.codegen.sparse_rnn.emit import write
+from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
+from graphpar.codegen.sparse_rnn.fast import Fast
+from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
+from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
+from graphpar.codegen.sparse_rnn.plan import REGISTER_WORDS
+from graphpar.codegen.sparse_rnn.static_checks import Findings, check
+from graphpar.errors import CapacityError, InternalError
+from tests.unit.sparse_kernels import note
+
+SPEC = FastSpec(
+    cell_name="rnn_tanh",
+    hidden=192,
+    batch=4,
+    programs=8,
+    warps=4,
+    register_words=6,
+    rows=32,
+    slots=4,
+)
+
+
+def run(
+    cell: str,
+    folder: Path,
+    *,
+    hidden: int = 33,
+    batch: int = 3,
+    steps: int = 2,
+    seed: int = 0,
+    launches: int = 1,
+    edit: Callable[[str], str] = lambda text: text,
+    programs: int = 3,
+    backward: bool = False,
+    **options: Any,
+) -> dict[str, float]:
+    """The largest differences from products of the same rounded weights in float32."""
+    torch.manual_seed(seed)
+    shape = CELLS[cell].gates * hidden, hidden
+    weight = (0.3 * torch.randn(shape) * (torch.rand(shape) < 0.2)).bfloat16().float()
+
+    def start(spec: FastSpec, blocks: int, arguments: Mapping[str, Any]) -> None:
+        module = load_fast(edit(emit_fast(spec)), folder)
+        shared = [arguments["exchange_ptr"]]
+        schedule = Schedule(seed=seed, weak=True, shared=shared, patience=100)
+        launch(getattr(module, spec.part), blocks, {**arguments, "SPIN": False}, schedule)
+
+    fast = Fast(weight, cell, batch, launch=start, programs=programs, warps=4, **options)
+    for exchange in fast.exchanges:
+        exchange.random_(-(2**62), 0)
+    worst: dict[str, float] = {}
+    lstm, reverse = cell == "lstm", options.get("reverse", False)
+    for _ in range(launches):
+        x, bias = torch.randn(steps, batch, shape[0]), 0.2 * torch.randn(shape[0])
+        h = 0.3 * torch.randn(batch, hidden)
+        c = torch.randn(batch, hidden) if lstm else None
+        found = fast.forward(x, bias, h, c)
+        wanted = stepwise.forward(x, weight, bias, None, h, c, cell, reverse, True)
+        note(worst, ("out", "c", "saved"), found, wanted)
+        if not backward:
+            continue
+        dout = torch.randn(steps, batch, hidden)
+        dc = torch.randn(batch, hidden) if lstm else None
+        back = fast.backward(dout, dc, wanted[0], wanted[2], h, c)
+        wanted_back = stepwise.backward(
+            dout, dc, wanted[0], wanted[2], weight, None, h, c, cell, reverse
+        )
+        note(worst, ("dgates", "drecurrent", "dh", "dc"), back, wanted_back)
+    return worst
+
+
+LIMIT = 3e-2
+"""States are rounded to bf16, relative 2^-8, at every step, and values of relu reach 4."""
+
+
+@pytest.mark.parametrize("cell", sorted(CELLS))
+def test_equals_the_products(cell: str, tmp_path: Path) -> None:
+    worst = run(cell, tmp_path, launches=2, backward=True)
+    assert {"out", "dgates", "dh"} <= worst.keys()
+    assert 0 < max(worst.values()) < LIMIT, worst
+
+
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        ("lstm", {"batch": 5, "hidden": 70, "shared_words": 3, "backward": True}),
+        ("gru", {"batch": 1, "steps": 3, "reverse": True, "backward": True}),
+        ("gru", {"batch": 8, "hidden": 20, "save": False}),
+        ("rnn_relu", {"batch": 2, "hidden": 257, "steps": 1, "programs": 4}),
+    ],
+    ids=["two passes, shared words", "one column", "eight columns", "large"],
+)
+def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
+    worst = run(cell, tmp_path, **options)
+    assert 0 < max(worst.values()) < LIMIT, worst
+
+
+MUTANTS = {
+    "plain load in the poll": (", volatile=True", "", DeadlockError),
+    "no new epoch": (", now + 1)", ", now)", DeadlockError),
+    "one buffer": ("((step + 1) & 1)", "(step & 1)", DeadlockError),
+    "no wait": ("while late > 0:", "while late > 1:", None),
+    "wrong slot": ("gather(slots_0, 0)", "gather(slots_0 ^ 1, 0)", None),
+    "halves exchanged": ("(upper << 16) | lower", "(lower << 16) | upper", None),
+    "sums never written": ("sums_0.store", "sums_2.store", InternalError),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
+    old, new, error = MUTANTS[name]
+
+    def edit(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    if error is not None:
+        with pytest.raises(error):
+            run("rnn_tanh", tmp_path, edit=edit, steps=5)
+    else:
+        assert max(run("rnn_tanh", tmp_path, edit=edit, steps=5).values()) > 0.1
+
+
+def test_chunks_of_the_states() -> None:
+    def chunks(hidden: int) -> tuple[tuple[int, int], ...]:
+        return replace(SPEC, hidden=hidden).chunks
+
+    assert chunks(2304) == ((0, 2048), (2048, 256))
+    assert chunks(33) == ((0, 64),)
+    for hidden in range(1, 6000, 37):
+        found = chunks(hidden)
+        assert len(found) <= 3
+        assert found[0][0] == 0
+        assert all(a + n == b for (a, n), (b, _) in pairwise(found))
+        assert hidden <= sum(n for _, n in found) <= 1.25 * hidden + 64
+
+
+def test_what_one_launch_cannot_take() -> None:
+    with pytest.raises(CapacityError, match="1 to 8"):
+        replace(SPEC, batch=9)
+    with pytest.raises(CapacityError, match="64 slots in a row"):
+        replace(SPEC, slots=64)
+
+
+# --- machine code ---
+
+
+def findings(
+    specs: list[FastSpec], folder: Path, archs: tuple[str, ...], texts: list[str] | None = None
+) -> list[Findings]:
+    """Of each spec's text, for each architecture."""
+    given = [emit_fast(spec) for spec in specs] if texts is None else texts
+    pairs = [(s, write(t, folder), a) for s, t in zip(specs, given, strict=True) for a in archs]
+    compiled = compile_all([fast_order(spec, path, arch=arch) for spec, path, arch in pairs])
+    return [check(spec, found) for (spec, _, _), found in zip(pairs, compiled, strict=True)]
+
+
+def test_machine_code_is_what_was_planned(tmp_path: Path) -> None:
+    for found in findings([SPEC], tmp_path, ("sm_80", "sm_90", "sm_100")):
+        assert not found.faults
+        assert found.barriers == 2
+        assert found.gathers >= SPEC.depth
+    more = [replace(SPEC, cell_name="lstm", shared_words=2, save=True), replace(SPEC, batch=1)]
+    more.append(replace(SPEC, cell_name="gru", part="backward", hidden=64))
+    assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [(), (), ()]
+
+
+FAULTS = {
+    "weak loads": (", volatile=True", ""),
+    "no strong store": (', cache_modifier=".cg"', ""),
+    "weights are read again": ("word = words[k]", "word = gl.load(mine + k * THREADS + step * 0)"),
+    "barriers a step": ("t = step", "gl.barrier()\n        gl.barrier()\n        t = step"),
+}
+
+
+def test_static_checks_see_faults(tmp_path: Path) -> None:
+    texts = []
+    for old, new in FAULTS.values():
+        assert old in emit_fast(SPEC)
+        texts.append(emit_fast(SPEC).replace(old, new))
+    for wanted, found in zip(
+        FAULTS, findings([SPEC] * 4, tmp_path, ("sm_90",), texts), strict=True
+    ):
+        assert any(wanted in fault for fault in found.faults), (wanted, found)
+
+
+def test_spills_and_grids_are_seen(tmp_path: Path) -> None:
+    many = replace(SPEC, warps=16, register_words=120, programs=500)
+    (found,) = findings([many], tmp_path, ("sm_80",))
+    assert any("spills" in fault for fault in found.faults)
+    assert any("not resident at once" in fault for fault in found.faults)
+
+
+@pytest.mark.long
+def test_full_sizes(tmp_path: Path) -> None:
+    """The most words in registers that the planner counts on, with every cell's own work."""
+    large = replace(SPEC, hidden=2304, programs=108, slots=8, save=True)
+    specs = [
+        replace(large, cell_name=cell, warps=warps, batch=batch, register_words=words)
+        for warps, cells in REGISTER_WORDS.items()
+        for cell, both in cells.items()
+        for batch, words in zip((4, 8), both, strict=True)
+    ]
+    for spec, found in zip(specs, findings(specs, tmp_path, ("sm_90",)), strict=True):
+        assert not found.faults, (spec, found)

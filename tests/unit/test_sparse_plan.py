@@ -1,0 +1,146 @@
+"""Plans of persistent kernels: what fits, on which device, and why not."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphpar.codegen.sparse_rnn.cells import CELLS, cell_of
+from graphpar.codegen.sparse_rnn.compile import Compiled
+from graphpar.codegen.sparse_rnn.devices import DEVICES, device_of
+from graphpar.codegen.sparse_rnn.fast import Fast
+from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.launch import FastLauncher, check_device, triton_version
+from graphpar.codegen.sparse_rnn.pack import pack
+from graphpar.codegen.sparse_rnn.plan import REGISTER_WORDS, Plan, plan_kernel
+from graphpar.codegen.sparse_rnn.static_checks import resident_blocks
+from graphpar.errors import CapacityError, InputError, KernelError
+
+H200 = device_of("sm_90")
+
+
+def plan(cell: str, hidden: int, density: float, *, batch: int = 4, arch: str = "sm_90") -> Plan:
+    generator = np.random.default_rng(0)
+    rows = generator.binomial(hidden, density, (cell_of(cell).gates, hidden))
+    return plan_kernel(cell, rows, hidden, batch=batch, device=device_of(arch))
+
+
+def test_a_plan_is_what_packing_needs() -> None:
+    weight = torch.randn(4 * 256, 256) * (torch.rand(4 * 256, 256) < 0.2)
+    rows = (weight != 0).sum(1).reshape(4, 256).numpy()
+    small = replace(H200, multiprocessors=16)
+    found = plan_kernel("lstm", rows, 256, batch=3, device=small)
+    packed = pack(
+        weight,
+        gates=4,
+        programs=found.programs,
+        threads=found.threads,
+        value_type=torch.bfloat16,
+        depth=found.depth,
+    )
+    spec = FastSpec.of(found, reverse=True)
+    assert spec.depth == found.depth == packed.layout.depth
+    assert spec.rows >= packed.layout.units.shape[1]
+    assert spec.slots >= packed.layout.slots.shape[2]
+    assert (spec.batch, spec.programs, spec.reverse) == (3, 16, True)
+    with pytest.raises(CapacityError):
+        pack(
+            weight,
+            gates=4,
+            programs=found.programs,
+            threads=found.threads,
+            value_type=torch.bfloat16,
+            depth=found.depth - 1,
+        )
+
+
+@pytest.mark.parametrize("cell", sorted(CELLS))
+@pytest.mark.parametrize("arch", sorted(DEVICES))
+def test_denser_is_slower_until_it_does_not_fit(cell: str, arch: str) -> None:
+    times = []
+    for density in (0.01, 0.05, 0.1, 0.3, 0.6, 1.0):
+        try:
+            found = plan(cell, 3072, density, arch=arch)
+        except CapacityError:
+            times.append(float("inf"))
+            continue
+        assert found.register_words <= REGISTER_WORDS[found.warps][cell][0]
+        assert found.shared_bytes <= found.device.shared_bytes
+        assert found.register_words + found.shared_words == found.depth
+        times.append(found.step_us)
+    assert times == sorted(times)
+    assert times[0] < float("inf")
+    assert times[-1] == float("inf") or cell not in ("gru", "lstm")
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    with pytest.raises(
+        CapacityError, match=r"not fit on H200: 8 warps need \d+ .* about [\d,]+ of"
+    ):
+        plan("lstm", 5632, 0.3)
+
+
+def test_words_of_fp32_take_twice_the_room() -> None:
+    rows = np.full((4, 2304), 460)
+    half = plan_kernel("lstm", rows, 2304, batch=4, device=H200)
+    whole = plan_kernel("lstm", rows, 2304, batch=4, device=H200, value_bytes=4)
+    assert whole.shared_words > half.shared_words
+    assert whole.step_us > half.step_us
+
+
+def test_limits() -> None:
+    with pytest.raises(CapacityError, match="a 16-bit index counts 65536"):
+        plan_kernel("rnn_tanh", np.ones((1, 4), int), 1 << 17, batch=1, device=H200)
+    with pytest.raises(InputError, match="known: sm_80, sm_90, sm_100"):
+        device_of("sm_70")
+
+
+def test_resident_blocks() -> None:
+    found = Compiled(
+        arch="sm_90", ptx="", sass="", warps=8, registers=128, stack_bytes=0, shared_bytes=1000
+    )
+    assert resident_blocks(found) == 2  # 2 * 8 * 32 * 128 registers are all
+    assert resident_blocks(replace(found, registers=129)) == 1
+    assert resident_blocks(replace(found, shared_bytes=150 << 10)) == 1
+    assert resident_blocks(replace(found, shared_bytes=240 << 10)) == 0
+    assert resident_blocks(replace(found, registers=16, warps=32)) == 2  # by threads
+
+
+# --- launches ---
+
+GOOD: dict[str, Any] = {"multiprocessors": 132, "capability": (9, 0), "triton": (3, 7)}
+
+
+def test_a_device_that_fits() -> None:
+    check_device(132, **GOOD)
+    assert triton_version() >= (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"capability": (7, 5)}, "compute capability 7.5: the kernels need 8.0"),
+        ({"triton": (3, 6)}, "triton 3.6: the fast kernels need 3.7"),
+        ({"multiprocessors": 108}, "132 blocks cannot run at once on 108 multiprocessors"),
+    ],
+)
+def test_a_device_that_does_not(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        check_device(132, **(GOOD | change))
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(KernelError, match="triton is not installed"):
+        triton_version()
+
+
+def test_a_launch_on_the_cpu_is_refused() -> None:
+    fast = Fast(torch.eye(8), "rnn_tanh", 1, launch=FastLauncher(), programs=2, warps=2)
+    with pytest.raises(KernelError, match="run on a GPU, the tensors are on cpu"):
+        fast.forward(torch.zeros(1, 1, 8), None, torch.zeros(1, 8), None)
