@@ -315,7 +315,7 @@ class Model:
                     self.ranks,
                     differentiable=value.spec.differentiable,
                 )
-                us *= 1 + 0.01 * (len(blocks_of(source)) + len(blocks_of(kind)))
+                us *= 1 + 1e-4 * (len(blocks_of(source)) + len(blocks_of(kind)))
                 z = self.milp.binary(value.count * us)
                 self.milp.add({z: 1.0, **dict.fromkeys(made, -1.0)}, -math.inf, 0)
                 available[z] = 1.0
