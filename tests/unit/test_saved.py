@@ -41,7 +41,7 @@ def check(name: str, tp: int, sp: bool, rng: str = "invariant") -> None:
     model, kwargs = zoo.build(name)
     with one_of(tp):
         parallel = graphpar.transform(model, (), kwargs, tp=tp, sp=sp, rng=rng)
-        run = dry_run(parallel.program)
+        run = dry_run(parallel.program, trained_inputs=())
         assert run.saved_bytes == measured(parallel, **kwargs) > 0
     assert sum(t.nbytes * t.count for t in saved_tensors(run)) == run.saved_bytes
 
@@ -83,6 +83,16 @@ def test_a_block_runs_once_however_often_it_is_called() -> None:
         )
     assert found[0][1] == found[1][1]  # equal layers folded
     assert found[0][0] < found[1][0]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_inputs_that_need_no_gradient(trained: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=trained)
+    parallel = graphpar.transform(nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), (x,), tp=1)
+    names = ["input_1"] if trained else []
+    run = dry_run(parallel.program, trained_inputs=names)
+    assert run.saved_bytes == measured(parallel, input=x) == 4 * 4 * 8
+    assert len(run.steps[0].saves) == trained  # tanh keeps its result
 
 
 class Reused(nn.Module):
