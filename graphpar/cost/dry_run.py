@@ -130,10 +130,11 @@ def replayed_kernels(region: Sequence[Step], again: Collection[fx.Node]) -> Iter
         yield from region[end].kernels[: region[end].until_saved]
 
 
-def dry_run(program: Program) -> GraphRun:
+def dry_run(program: Program, *, trained_inputs: Collection[str] | None = None) -> GraphRun:
     """Run the root of a program of form "whole" or "local" as rank 0, without memory.
 
-    Inputs are contiguous. Tensors are fake ones on the devices of the program, so composite ops
+    Inputs are contiguous; those named in ``trained_inputs`` (default: all of floating point) need
+    a gradient. Tensors are fake ones on the devices of the program, so composite ops
     take the path of that device.
     """
     if program.form == "typed":
@@ -145,7 +146,7 @@ def dry_run(program: Program) -> GraphRun:
         FakeTensorMode(),
     ):
         run = _Runner(program, group)
-        inputs = [run.tensor(node) for node in placeholders(program.graph)]
+        inputs = [run.tensor(node, trained_inputs) for node in placeholders(program.graph)]
         return run.graph(program.graph, "", inputs)[0]
 
 
@@ -204,11 +205,12 @@ class _Runner:
         self._resident: dict[int, Any] = {}
         self._blocks: dict[Hashable, tuple[GraphRun, list[Any]]] = {}
 
-    def tensor(self, node: fx.Node) -> Any:
+    def tensor(self, node: fx.Node, trained: Collection[str] | None) -> Any:
         spec = info(node).spec
         kind = info(node).type
         assert isinstance(spec, TensorSpec)
-        return self._empty(spec, I if kind is None else kind, spec.differentiable)  # type: ignore[arg-type]
+        grad = spec.differentiable and (trained is None or node.name in trained)
+        return self._empty(spec, I if kind is None else kind, grad)  # type: ignore[arg-type]
 
     def _empty(self, spec: TensorSpec, kind: Type, grad: bool) -> Tensor:
         shape = local_shape(spec.shape, kind, 0, self.ranks)

@@ -79,13 +79,24 @@ class KernelRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func is aten.mkldnn_rnn_layer.default:
-            result = (*result[:3], _workspace(result[3], args))
+        result = call(func, args, kwargs)
         kernel = kernel_of(func, args, kwargs, result)
         if kernel is not None:
             self.kernels.append(kernel)
         return result
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op's result; where torch's fake kernel gives other memory than the real one, the real
+    one's."""
+    if func is torch.ops._c10d_functional.wait_tensor.default:
+        return args[0]
+    result = func(*args, **kwargs)
+    if func is aten.mkldnn_rnn_layer.default:
+        return (*result[:3], _workspace(result[3], args))
+    if func is aten.convolution_backward.default:
+        return tuple(x if wanted else None for x, wanted in zip(result, args[-1], strict=True))
+    return result
 
 
 def _workspace(workspace: Tensor, args: tuple[Any, ...]) -> Tensor:

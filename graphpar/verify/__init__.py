@@ -19,6 +19,7 @@ from graphpar.verify.structure import (
     check_lint,
     check_ops,
     check_provenance,
+    check_regions,
     check_seeds,
 )
 from graphpar.verify.types import (
@@ -32,7 +33,7 @@ from graphpar.verify.types import (
 __all__ = ["CHECKS", "Check", "verify"]
 
 _STRUCTURE: tuple[Check, ...] = (check_lint, check_provenance, check_links, check_ops)
-_SEEDS: tuple[Check, ...] = (check_seeds,)
+_SEEDS: tuple[Check, ...] = (check_seeds, check_regions)
 _TYPES: tuple[Check, ...] = (check_state, check_types, check_random)
 _LOCAL: tuple[Check, ...] = (check_means, check_local_arguments)
 

@@ -148,3 +148,30 @@ def check_ops(program: Program, block: str, node: fx.Node) -> None:
     names = [a.name for a in op._schema.arguments]
     if sorted(node.kwargs, key=names.index) != list(node.kwargs):
         raise failure(node, f"keyword arguments of {op} are out of order")
+
+
+def check_regions(program: Program) -> None:
+    """Each region is one run of consecutive nodes, keeps what its second runs read from outside,
+    and these read nothing that is not run again."""
+    for _, graph in program.graphs():
+        ended, before = set[Any](), None
+        for node in graph.nodes:
+            region = info(node).region
+            if region != before and before is not None:
+                ended.add(before.number)
+            before = region
+            if region is None:
+                continue
+            if region.number in ended:
+                raise failure(node, f"{node.name} is apart from its region {region.number}")
+            if node.op != "call_function":
+                raise failure(node, f"{node.name} cannot be in a region")
+            for value in node.all_input_nodes:
+                inside = info(value).region == region
+                if value.op == "get_attr" or info(value).spec is None:
+                    continue
+                if not inside and value.name not in (*region.kept, *region.passed):
+                    raise failure(node, f"region {region.number} is not given {value.name}")
+                given = info(value).replay if inside else value.name in region.kept
+                if info(node).replay and not given:
+                    raise failure(node, f"{node.name} runs again, but {value.name} is not kept")

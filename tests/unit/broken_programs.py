@@ -26,6 +26,7 @@ from graphpar.verify.structure import (
     check_lint,
     check_ops,
     check_provenance,
+    check_regions,
     check_seeds,
 )
 from graphpar.verify.types import (
@@ -41,7 +42,11 @@ from tests.unit.broken_structure import (
     a_block_without_arguments,
     a_buffer_of_another_shape,
     a_call_in_a_block,
+    a_call_in_a_region,
     a_frozen_parameter_that_is_not,
+    a_region_in_two_parts,
+    a_region_that_keeps_too_little,
+    a_region_without_arguments,
     an_input_too_many,
     an_item_of_another_shape,
     an_unknown_buffer,
@@ -278,6 +283,10 @@ BROKEN: list[tuple[Check, Break, str]] = [
     (check_links, item(2), "is not item 2"),
     (check_links, item(-1), "is not item -1"),
     (check_links, an_item_of_another_shape, "is not item 0"),
+    (check_regions, a_region_without_arguments, "region 0 is not given"),
+    (check_regions, a_region_that_keeps_too_little, "relu runs again, but .* is not kept"),
+    (check_regions, a_region_in_two_parts, "is apart from its region 0"),
+    (check_regions, a_call_in_a_region, "cannot be in a region"),
     (check_ops, with_op(torch.relu), "is no op"),
     (check_ops, with_op(aten.relu_.default), "writes to its operands"),
     (

@@ -10,6 +10,7 @@ from torch import fx
 
 from graphpar.program import (
     Program,
+    Region,
     annotate,
     is_getitem,
     output_node,
@@ -26,6 +27,7 @@ from tests.unit.sound_program import (
 aten = torch.ops.aten
 SEEDED = torch.ops.graphpar.seeded_dropout.default
 CALL_SEED = torch.ops.graphpar.call_seed.default
+Change = Callable[[Program], Program]
 
 
 def uses_before_definition(program: Program) -> Program:
@@ -128,4 +130,43 @@ def item(index: int) -> Callable[[Program], Program]:
 def an_item_of_another_shape(program: Program) -> Program:
     node = first(program, is_part)
     annotate(node, spec=replace(tensor_spec(node), shape=(2, 4, 2, 8)))
+    return program
+
+
+def a_region(*kept: str, passed: tuple[str, ...] = (), later: bool = False) -> Change:
+    """Backward runs relu again, for the product after it; or, apart from it, for the last node."""
+
+    def change(program: Program) -> Program:
+        relu = of(program, aten.relu.default)
+        (product,) = relu.users
+        region = Region(number=0, kept=kept, passed=passed)
+        annotate(relu, region=region, replay=True)
+        end = output_node(relu.graph).all_input_nodes[0] if later else product
+        names = tuple(n.name for n in end.all_input_nodes) if later else ()
+        annotate(relu, region=replace(region, kept=(*kept, *names)))
+        annotate(end, region=replace(region, kept=(*kept, *names)))
+        return program
+
+    return change
+
+
+def input_of_relu(program: Program) -> str:
+    return of(program, aten.relu.default).all_input_nodes[0].name
+
+
+def a_region_without_arguments(program: Program) -> Program:
+    return a_region()(program)
+
+
+def a_region_that_keeps_too_little(program: Program) -> Program:
+    return a_region(passed=(input_of_relu(program),))(program)
+
+
+def a_region_in_two_parts(program: Program) -> Program:
+    return a_region(input_of_relu(program), later=True)(program)
+
+
+def a_call_in_a_region(program: Program) -> Program:
+    call = first(program, lambda n: n.op == "call_module")
+    annotate(call, region=Region(number=0, kept=()))
     return program

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphpar.cost import Roofline, SavedTensors, dry_run, find_hardware
 from graphpar.interpret import model_state
-from graphpar.passes.apply_recompute import apply_recompute
+from graphpar.passes.apply_recompute import apply_recompute, graph_runs
 from graphpar.passes.apply_recompute.regions import replayable
 from graphpar.passes.choose_recompute import ChooseRecompute, RecomputeReport, choose_recompute
 from graphpar.pipeline import default_pipeline, run_pipeline
@@ -121,13 +121,13 @@ def check(program: Program, plain: Trained, state: Any, leaves: Any) -> Trained:
 
 
 SETTINGS = [
-    ("gpt2", 1, "invariant"),
     ("nanogpt", 2, "per-rank"),
-    ("gpt2", 2, "exact"),
+    ("gpt2", 1, "exact"),
     *(
         pytest.param(*setting, marks=pytest.mark.long)
         for setting in (
-            ("nanogpt", 1, "exact"),
+            ("nanogpt", 1, "invariant"),
+            ("gpt2", 2, "exact"),
             ("llama", 2, "invariant"),
             ("t5", 4, "per-rank"),
             ("mixtral", 2, "exact"),
@@ -145,7 +145,7 @@ def test_any_nodes_may_run_again(name: str, tp: int, rng: str) -> None:
     program, state, leaves = partitioned(name, tp, rng)
     plain = train(program, state, leaves)
     pick = random.Random(name)
-    for share in (0.05, 0.2, 0.5, 1.0):
+    for share in (0.1, 0.5):
         marked = copy_program(program)
         for _, graph in marked.graphs():
             for node in graph.nodes:
@@ -172,7 +172,7 @@ def test_full_keeps_the_inputs_of_blocks() -> None:
     """Korthikanti et al. 2022, table 2, last row: 2sbh for a layer, here of 4-byte numbers."""
     sizes = []
     for layers in (2, 5):
-        program = partitioned("gpt2", 1, "invariant", layers)[0]
+        program = partitioned("nanogpt", 1, "invariant", layers)[0]
         chosen = apply_recompute(choose_recompute(program, ChooseRecompute(mode="full")))
         sizes.append(dry_run(chosen).saved_bytes)
     stream, seed = 4 * zoo.BATCH * zoo.SEQ * zoo.WIDTH, 16
@@ -180,7 +180,7 @@ def test_full_keeps_the_inputs_of_blocks() -> None:
 
 
 def test_a_budget_that_nothing_fits_names_the_least() -> None:
-    program = partitioned("gpt2", 1, "invariant")[0]
+    program = partitioned("nanogpt", 1, "invariant")[0]
     with pytest.raises(ValueError, match=r"the least that works is \d+ bytes") as error:
         choose_recompute(program, ChooseRecompute(budget_bytes=1000))
     least = int(str(error.value).split("works is ")[1].split(" ")[0])
@@ -200,7 +200,7 @@ def reported(program: Program, mode: str) -> RecomputeReport:
 @functools.cache
 def sixteen() -> tuple[Program, int]:
     """Sixteen equal blocks, and the budget that no recomputation needs."""
-    program = partitioned("gpt2", 2, "invariant", 16)[0]
+    program = partitioned("nanogpt", 1, "invariant", 16)[0]
     report = reported(program, "selective")
     assert report.none_bytes == dry_run(program).saved_bytes
     return program, report.state_bytes + report.none_bytes
@@ -243,13 +243,16 @@ def test_the_exact_bytes_of_no_recomputation_fit() -> None:
 
 def test_the_report_names_tensors_and_lines() -> None:
     program, _ = sixteen()
-    report = reported(program, "selective")
+    chosen = choose_recompute(program, ChooseRecompute(mode="selective", times=FAST))
+    report = chosen.report["recompute"]
     block, root = report.plans
     assert (block.calls, root.block) == (16, "")
-    kept = report.saved_bytes - sum(row.nbytes for row in root.saved)
-    assert sum(row.nbytes for row in block.saved) * 16 == pytest.approx(kept, rel=0.05)
+    applied = apply_recompute(chosen)
+    run = graph_runs(applied, dry_run(applied))["blocks"]
+    assert sum(row.nbytes for row in block.saved) == sum(run.storages[s].nbytes for s in run.saved)
+    assert {row.name for row in block.replayed} <= {step.node.name for step in run.steps}
     assert sum(row.us for row in block.replayed) == pytest.approx(block.replay_us, rel=0.3)
-    assert all(".py:" in row.source for row in block.replayed)
+    assert all("own.py:" in row.source for row in block.replayed)
     text = str(report)
     assert "× 16" in text
     assert "gap to the bound 0.000%" in text

@@ -25,13 +25,12 @@ def load() -> ModuleType:
 paper = load()
 CASES = [(name, row, rng) for name in paper.SIZES for row in range(6) for rng in (True, False)]
 
+QUICK = [*(("22b", row, True) for row in range(6)), *((name, 4, False) for name in paper.SIZES)]
+
 
 @pytest.mark.parametrize(
     ("name", "row", "masks"),
-    [
-        pytest.param(*case, marks=[] if case[0] == "22b" or case[1] == 4 else [pytest.mark.long])
-        for case in CASES
-    ],
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.long]) for case in CASES],
 )
 def test_a_row_is_the_formula_and_statistics(name: str, row: int, masks: bool) -> None:
     """Without masks 32 in place of 34, and 4as/h in place of 5as/h."""
@@ -58,6 +57,7 @@ def test_a_layer_without_parallelism(name: str, known: int) -> None:
     assert paper.saved_bytes(paper.SIZES[name], paper.ROWS[0], rng="per-rank") == known
 
 
+@pytest.mark.long
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     paper.main("22b")
     lines = capsys.readouterr().out.splitlines()

@@ -83,7 +83,7 @@ def test_gradients_are_those_without_recomputation(rng: str) -> None:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_compiled(compiler: str) -> None:
     """The module; and its program as one graph, of which the compiler keeps as little."""
-    model, x = net(2)
+    model, x = net(1)
     plain = graphpar.transform(model, (x,), tp=1, recompute="none")
     full = graphpar.transform(model, (x,), tp=1, recompute="full")
     compiled = torch.compile(full, backend=compiler)

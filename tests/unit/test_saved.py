@@ -16,7 +16,7 @@ from tests import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
-QUICK = ["gpt2", "llama", "mixtral", "t5", "lstm"]
+QUICK = ["gpt2", "mixtral", "lstm"]
 
 
 @contextmanager
@@ -41,12 +41,12 @@ def check(name: str, tp: int, sp: bool, rng: str = "invariant") -> None:
     model, kwargs = zoo.build(name)
     with one_of(tp):
         parallel = graphpar.transform(model, (), kwargs, tp=tp, sp=sp, rng=rng)
-        run = dry_run(parallel.program)
+        run = dry_run(parallel.program, trained_inputs=())
         assert run.saved_bytes == measured(parallel, **kwargs) > 0
     assert sum(t.nbytes * t.count for t in saved_tensors(run)) == run.saved_bytes
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (4, True)])
 @pytest.mark.parametrize("name", QUICK)
 def test_saved_bytes_are_those_measured(name: str, tp: int, sp: bool) -> None:
     check(name, tp, sp)
@@ -68,7 +68,7 @@ def test_saved_bytes_of_the_whole_zoo(name: str, tp: int, sp: bool) -> None:
 
 def test_a_block_runs_once_however_often_it_is_called() -> None:
     found = []
-    for layers in (2, 6):
+    for layers in (2, 4):
         model, kwargs = zoo.build("gpt2", layers=layers)
         parallel = graphpar.transform(model, (), kwargs, tp=2, sp=True)
         run = dry_run(parallel.program)
@@ -76,13 +76,23 @@ def test_a_block_runs_once_however_often_it_is_called() -> None:
         assert len(blocks) == layers
         assert len(set(map(id, blocks))) == 1
         found.append((run.saved_bytes, len(saved_tensors(run))))
-    model, kwargs = zoo.build("gpt2", layers=6)
+    model, kwargs = zoo.build("gpt2", layers=4)
     with one_of(2):
         assert (
             measured(graphpar.transform(model, (), kwargs, tp=2, sp=True), **kwargs) == found[1][0]
         )
     assert found[0][1] == found[1][1]  # equal layers folded
     assert found[0][0] < found[1][0]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_inputs_that_need_no_gradient(trained: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=trained)
+    parallel = graphpar.transform(nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), (x,), tp=1)
+    names = ["input_1"] if trained else []
+    run = dry_run(parallel.program, trained_inputs=names)
+    assert run.saved_bytes == measured(parallel, input=x) == 4 * 4 * 8
+    assert len(run.steps[0].saves) == trained  # tanh keeps its result
 
 
 class Reused(nn.Module):
