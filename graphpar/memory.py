@@ -141,7 +141,7 @@ def _constant(value: Tensor) -> Tensor:
 
 
 def _empty(spec: TensorSpec, kind: Type, ranks: int) -> Tensor:
-    shape = local_shape(spec.shape, kind, ranks)
+    shape = local_shape(spec.shape, kind, 0, ranks)
     return torch.empty(shape, dtype=spec.dtype, device=spec.device)
 
 

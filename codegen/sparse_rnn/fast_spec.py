@@ -7,15 +7,20 @@ from typing import Literal
 
 from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
 from graphpar.codegen.sparse_rnn.devices import WARP
-from graphpar.codegen.sparse_rnn.plan import BATCH_PER_WORD, MAX_BATCH, SLOTS_PER_ROW, Plan
+from graphpar.codegen.sparse_rnn.plan import (
+    BATCH_PER_WORD,
+    MAX_BATCH,
+    SLOTS_PER_ROW,
+    Plan,
+    chunks_of,
+    states_length,
+)
 from graphpar.codegen.sparse_rnn.spec import power_of_two
 from graphpar.errors import CapacityError
 
 WHOLE_WORD_COLUMNS = 4096
 """Up to so many columns a word is read as a float whole: its column changes the value by at most
 a sixteenth of the last bit of bf16."""
-_MOST_CHUNKS = 3
-_LEAST_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,20 +103,12 @@ class FastSpec:
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """(start, size) of the pieces, powers of two, in which a block receives the states."""
-        size = -(-self.exchanged // _LEAST_CHUNK) * _LEAST_CHUNK
-        while size.bit_count() > _MOST_CHUNKS:
-            size += size & -size
-        found, start = [], 0
-        for bit in range(size.bit_length() - 1, -1, -1):
-            if size >> bit & 1:
-                found.append((start, 1 << bit))
-                start += 1 << bit
-        return tuple(found)
+        return chunks_of(self.exchanged)
 
     @property
     def states(self) -> int:
         """Elements of the states in shared memory."""
-        return power_of_two(sum(size for _, size in self.chunks))
+        return states_length(self.exchanged)
 
     @property
     def words(self) -> int:

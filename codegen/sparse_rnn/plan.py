@@ -20,14 +20,16 @@ from graphpar.codegen.sparse_rnn.spec import power_of_two
 from graphpar.errors import CapacityError
 
 REGISTER_WORDS: Mapping[int, Mapping[str, tuple[int, int]]] = {
-    8: {"lstm": (160, 160), "gru": (160, 160), "rnn_tanh": (160, 160), "rnn_relu": (160, 160)},
-    16: {"lstm": (72, 48), "gru": (76, 56), "rnn_tanh": (84, 84), "rnn_relu": (84, 84)},
+    8: {"lstm": (160, 152), "gru": (160, 160), "rnn_tanh": (160, 160), "rnn_relu": (160, 160)},
+    16: {"lstm": (64, 32), "gru": (68, 48), "rnn_tanh": (80, 76), "rnn_relu": (80, 76)},
 }
 """By warps and cell, the most words of a thread that stay in registers over the time loop, for a
-batch of up to 4 and up to 8: found by compiling for sm_90 with values saved for backward."""
+batch of up to 4 and up to 8: found by compiling (``test_full_sizes``)."""
 SLOTS_PER_ROW = 32
 BATCH_PER_WORD = 4
 MAX_BATCH = 8
+_MOST_CHUNKS = 3
+_LEAST_CHUNK = 64
 _INSTRUCTIONS = 9  # of a warp for one non-zero and four batch columns
 _ISSUE = 4  # instructions a multiprocessor starts per clock
 _WAVEFRONTS = 2.3  # of a bank-aware gather of 64 bits
@@ -81,6 +83,24 @@ class Plan:
         return self.dense_us / self.step_us
 
 
+def chunks_of(elements: int) -> tuple[tuple[int, int], ...]:
+    """(start, size) of the pieces, powers of two, in which a block receives the elements."""
+    size = -(-elements // _LEAST_CHUNK) * _LEAST_CHUNK
+    while size.bit_count() > _MOST_CHUNKS:
+        size += size & -size
+    found, start = [], 0
+    for bit in range(size.bit_length() - 1, -1, -1):
+        if size >> bit & 1:
+            found.append((start, 1 << bit))
+            start += 1 << bit
+    return tuple(found)
+
+
+def states_length(elements: int) -> int:
+    """The array of them in shared memory, whose length is a power of two."""
+    return power_of_two(sum(size for _, size in chunks_of(elements)))
+
+
 def plan_kernel(
     cell: str,
     nonzeros: NDArray[np.integer],
@@ -116,7 +136,9 @@ def plan_kernel(
         words = 1 if value_bytes == 2 else 2
         columns_in_word = BATCH_PER_WORD if value_bytes == 2 else 2
         passes = -(-min(batch, MAX_BATCH) // columns_in_word)
-        own = 8 * passes * columns + 16 * warps * WARP + 4 * counts.shape[1] * SLOTS_PER_ROW
+        own = (
+            8 * passes * states_length(columns) + 8 * -(-min(batch, MAX_BATCH) // 2) * warps * WARP
+        )
         most = REGISTER_WORDS[warps][cell][min(passes, 2) - 1]
         in_registers = min(depth, most // words)
         room = max(0, device.shared_bytes - own) // (4 * words * warps * WARP)

@@ -20,17 +20,23 @@ class Code:
 
     @property
     def time_loop(self) -> tuple[int, int]:
-        """The largest loop: that over timesteps."""
-        return self.loops[0]
+        """The loop over timesteps: the largest with a barrier, if there is one.
+
+        A jump from code that the compiler moved to the end looks like a loop that is larger.
+        """
+        with_barrier = (
+            loop for loop in self.loops if any("BAR.SYNC" in i for i in self.inside(loop))
+        )
+        return next(with_barrier, self.loops[0])
 
     def inside(self, loop: tuple[int, int]) -> tuple[str, ...]:
         return self.instructions[loop[0] : loop[1] + 1]
 
     def inner(self) -> Iterator[tuple[str, ...]]:
         """The loops within the time loop."""
-        first, last = self.time_loop
-        for loop in self.loops[1:]:
-            if first <= loop[0] and loop[1] <= last:
+        first, last = time_loop = self.time_loop
+        for loop in self.loops:
+            if loop != time_loop and first <= loop[0] and loop[1] <= last:
                 yield self.inside(loop)
 
 
