@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from graphpar.cli import codegen, demo, dump, verify
+from graphpar.cli import codegen, demo, dump, plan, verify
 from graphpar.cli.output import Terminal, describe, shown_warnings
 from graphpar.errors import GraphparError
 
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"graphpar {version()}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (dump, verify, codegen, demo):
+    for command in (dump, plan, verify, codegen, demo):
         command.add_parser(commands).add_argument(
             "--traceback", action="store_true", help="print the traceback of an error"
         )

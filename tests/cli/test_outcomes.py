@@ -45,7 +45,7 @@ def test_help_and_version(graphpar: Command) -> None:
     ("arguments", "wanted"),
     [
         ((), "a command is needed"),
-        (("plan",), "invalid choice: 'plan'"),
+        (("codegen",), "invalid choice: 'codegen'"),
         (("dump",), "the following arguments are required: MODEL, --tp"),
         (("dump", "x.py:m", "--tp", "two"), "argument --tp: invalid int value: 'two'"),
         (("dump", "x.py:m", "--tp", "2", "--format", "html"), "invalid choice: 'html'"),
