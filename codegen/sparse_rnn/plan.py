@@ -21,7 +21,7 @@ from graphpar.errors import CapacityError
 
 REGISTER_WORDS: Mapping[int, Mapping[str, tuple[int, int]]] = {
     8: {"lstm": (160, 152), "gru": (160, 160), "rnn_tanh": (160, 160), "rnn_relu": (160, 160)},
-    16: {"lstm": (64, 32), "gru": (68, 48), "rnn_tanh": (80, 76), "rnn_relu": (80, 76)},
+    16: {"lstm": (64, 24), "gru": (68, 48), "rnn_tanh": (80, 76), "rnn_relu": (80, 76)},
 }
 """By warps and cell, the most words of a thread that stay in registers over the time loop, for a
 batch of up to 4 and up to 8: found by compiling (``test_full_sizes``)."""

@@ -321,3 +321,18 @@ def test_bad_modes() -> None:
         lower_recurrences(
             trace(nn.Linear(4, 4), (inputs(3),)), LowerRecurrences(sparse_rnn="always")
         )
+
+
+def test_other_calls() -> None:
+    """Another call, evaluation, autocast: as the original, and sparse each time."""
+    torch.set_default_dtype(torch.float32)
+    model, x = net("lstm", num_layers=2), inputs(4, 2)
+    parallel = graphpar.transform(model, (x,), tp=1, sparse_rnn=True)
+    torch.testing.assert_close(parallel(inputs(5, 3)), model(inputs(5, 3)))
+    torch.testing.assert_close(parallel.eval()(x), model.eval()(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = parallel(x), model(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    assert all(SPARSE in counts(v.program) for v in parallel._variants.values())
+    assert len(parallel._variants) >= 3
