@@ -33,7 +33,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def test_help_and_version(graphpar: Command) -> None:
     found = graphpar("--help")
     assert found.code == 0
-    for command in ("dump", "verify", "demo"):
+    for command in ("dump", "plan", "verify", "codegen", "demo"):
         assert command in found.out
         assert graphpar(command, "--help").code == 0
     version = graphpar("--version")
@@ -45,7 +45,7 @@ def test_help_and_version(graphpar: Command) -> None:
     ("arguments", "wanted"),
     [
         ((), "a command is needed"),
-        (("codegen",), "invalid choice: 'codegen'"),
+        (("train",), "invalid choice: 'train'"),
         (("dump",), "the following arguments are required: MODEL, --tp"),
         (("dump", "x.py:m", "--tp", "two"), "argument --tp: invalid int value: 'two'"),
         (("dump", "x.py:m", "--tp", "2", "--format", "html"), "invalid choice: 'html'"),
