@@ -63,7 +63,8 @@ def transform(
             5, for both). "auto": as little as ``memory_budget`` asks for.
         memory_budget: bytes per device, or a text such as "40GiB", for parameters, gradients,
             AdamW's two moments, what autograd keeps and the largest replay. Default: the device's
-            memory, of ``hardware`` or of the GPU that the model is on; else there is no limit.
+            memory, of ``hardware`` or of the GPU that the model is on (then what fits in no way is
+            a warning: the optimizer may be another); else there is no limit.
         hardware: the device whose times count for the choice ("a100-80gb"; see
             :data:`graphpar.cost.HARDWARE`). Default: an H100.
         sparse_rnn: recurrences (``nn.LSTM`` and its kin) whose recurrent weights hold zeros, as
@@ -94,6 +95,7 @@ def transform(
             rng=rng,
             recompute=recompute,
             budget_bytes=budget if recompute == "auto" else None,
+            must_fit=memory_budget is not None or device is not None,
             times=None if device is None else Roofline(hardware=device),
             state_types=types,
             sparse_rnn=sparse_rnn,

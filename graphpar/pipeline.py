@@ -116,6 +116,7 @@ def default_pipeline(
     rng: str = "invariant",
     recompute: str = "none",
     budget_bytes: int | None = None,
+    must_fit: bool = True,
     times: Times | None = None,
     state_types: Mapping[str, Type] | None = None,
     sparse_rnn: bool | str = "auto",
@@ -124,9 +125,9 @@ def default_pipeline(
     """What :func:`graphpar.transform` runs after tracing. ``tp=1`` is the identity, but for the
     masks of dropout with ``rng="invariant"`` and sparse recurrences.
 
-    ``recompute``, ``budget_bytes``, ``times``: see :class:`ChooseRecompute`. ``state_types``: types
-    that parameters already have, from an earlier trace of the model. ``weights``: values of state,
-    from which the density of recurrences is measured.
+    ``recompute``, ``budget_bytes``, ``must_fit``, ``times``: see :class:`ChooseRecompute`.
+    ``state_types``: types that parameters already have, from an earlier trace of the model.
+    ``weights``: values of state, from which the density of recurrences is measured.
     """
     if sparse_rnn not in SPARSE_RNN:
         known = ", ".join(map(repr, SPARSE_RNN))
@@ -140,7 +141,8 @@ def default_pipeline(
         raise InputError(f"recompute must be one of {known}, not {recompute!r}")
     chosen: Pipeline = ()
     if recompute in ("selective", "full") or (recompute == "auto" and budget_bytes is not None):
-        options = {"mode": recompute, "budget_bytes": budget_bytes, "times": times}
+        limit = {"budget_bytes": budget_bytes, "must_fit": must_fit}
+        options = {"mode": recompute, "times": times, **limit}
         chosen = (step("choose-recompute", **options), step("apply-recompute"))
     if tp == 1:
         seeded = (step("split-dropout"), step("seed-dropout")) if rng == "invariant" else ()

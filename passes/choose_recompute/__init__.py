@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from torch import fx
 
 from graphpar.cost import Roofline, Times, dry_run, find_hardware
-from graphpar.errors import InputError
+from graphpar.errors import GraphparWarning, InputError
 from graphpar.passes.choose_recompute.blocks import BlockPlan, Curve
 from graphpar.passes.choose_recompute.budget import format_bytes, parse_bytes
 from graphpar.passes.choose_recompute.calls import Calls
@@ -30,12 +31,14 @@ class ChooseRecompute:
     """``mode``: "none"; "selective", the least kept bytes whose replay takes at most a twentieth of
     forward and backward; "full", the least kept bytes of every block, or of a model without one;
     "auto", the least time in the budget. ``budget_bytes`` per device, for parameters, gradients,
-    AdamW's two moments, what autograd keeps and the largest replay. ``times`` is the cost model
+    AdamW's two moments, what autograd keeps and the largest replay; ``must_fit``: where nothing
+    fits in it is an error, else a warning, and the least is taken. ``times`` is the cost model
     (default: of an H100).
     """
 
     mode: Literal["none", "selective", "full", "auto"] = "auto"
     budget_bytes: int | None = None
+    must_fit: bool = True
     times: Times | None = None
 
 
@@ -64,7 +67,7 @@ def choose_recompute(program: Program, options: ChooseRecompute = ChooseRecomput
         alone = calls.names == [""]  # without a block, the whole is one
         plans = calls.uniform(lambda name, curve: pick(curve) if name or alone else curve.none)
     elif options.budget_bytes is not None:
-        plans, bound_us = _fit(calls, options.budget_bytes)
+        plans, bound_us = _fit(calls, options.budget_bytes, must=options.must_fit)
     report = _report(calls, plans, options, bound_us if options.mode == "auto" else None)
     return _marked(program, plans, {**program.report, "recompute": report})
 
@@ -78,7 +81,7 @@ def _selective(curve: Curve) -> BlockPlan:
     return [p for p in (curve.none, *curve.plans) if p.replay_us <= limit_us][-1]
 
 
-def _fit(calls: Calls, budget_bytes: int) -> tuple[Plans, float]:
+def _fit(calls: Calls, budget_bytes: int, *, must: bool) -> tuple[Plans, float]:
     """The fastest plans in the budget, and a bound on the time of any."""
     none = calls.none()
     available = budget_bytes - calls.state_bytes
@@ -101,11 +104,15 @@ def _fit(calls: Calls, budget_bytes: int) -> tuple[Plans, float]:
     needed = calls.total_bytes(least)
     if needed <= available:
         return least, calls.bound_us(available - offset - calls.transient_bytes(least))
-    error = InputError(
+    message = (
         f"memory_budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: "
         f"the least that works is {needed + calls.state_bytes} bytes "
         f"({format_bytes(needed + calls.state_bytes)})"
     )
+    if not must:
+        warnings.warn(f"{message}, which is taken", GraphparWarning, stacklevel=2)
+        return least, 0.0
+    error = InputError(message)
     error.add_note(
         f"parameters, gradients and AdamW's moments take {calls.state_bytes} bytes of it; "
         f"autograd keeps {needed} with all recomputation, {calls.total_bytes(none)} with none"

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import graphpar
 from graphpar.cost import SavedTensors, dry_run
-from graphpar.errors import InputError
+from graphpar.errors import GraphparWarning, InputError
 from graphpar.parallel_module import ParallelModule
-from graphpar.passes.choose_recompute import parse_bytes
+from graphpar.passes.choose_recompute import ChooseRecompute, choose_recompute, parse_bytes
 from graphpar.passes.choose_recompute.budget import format_bytes
 from graphpar.printer import format_python
 from graphpar.runtime import compile_program
@@ -147,6 +147,16 @@ def test_a_budget_below_the_parameters() -> None:
         graphpar.transform(model, (x,), tp=1, memory_budget=1000)
     notes = "\n".join(error.value.__notes__)
     assert "parameters, gradients and AdamW's moments take" in notes
+
+
+def test_a_limit_that_nobody_asked_for_warns() -> None:
+    model, x = net()
+    program = list(graphpar.transform(model, (x,), tp=1).stages.values())[-1]
+    options = ChooseRecompute(budget_bytes=1000, must_fit=False)
+    with pytest.warns(GraphparWarning, match=r"the least that works is \d+ bytes .* is taken"):
+        least = choose_recompute(program, options)
+    full = choose_recompute(program, ChooseRecompute(mode="full"))
+    assert least.report["recompute"].saved_bytes <= full.report["recompute"].saved_bytes
 
 
 def test_bytes_as_people_write_them() -> None:
