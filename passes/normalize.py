@@ -90,6 +90,30 @@ def _squeeze(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, value)
 
 
+def _cat(graph: fx.Graph, node: fx.Node) -> None:
+    """Without operands that have no elements: an op on those has no axes to reason about."""
+    tensors: Any = node.args[0]
+    kept = [x for x in tensors if tensor_spec(x).numel]
+    if not kept or len(kept) == len(tensors):
+        return
+    if any(tensor_spec(x).dtype != tensor_spec(node).dtype for x in kept):
+        return
+    with graph.inserting_before(node):
+        args = (kept, *node.args[1:])
+        value = derive(graph, node.target, args, node.kwargs, like=node, origin=NAME)
+    _replace(graph, node, value)
+    for x in dict.fromkeys(tensors):
+        _erase_unused(graph, x)
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    if node.op == "call_function" and not node.users:
+        operands = node.all_input_nodes
+        graph.erase_node(node)
+        for operand in operands:
+            _erase_unused(graph, operand)
+
+
 def _created(make: Callable[[fx.Node], tuple[Any, tuple[Any, ...]]]) -> Any:
     def rewrite(graph: fx.Graph, node: fx.Node) -> None:
         spec = tensor_spec(node)
@@ -172,6 +196,7 @@ def _size(node: fx.Node) -> list[int]:
 _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.linear.default: _split_linear,
     aten.addmm.default: _split_addmm,
+    aten.cat.default: _cat,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
     aten.type_as.default: _type_as,
