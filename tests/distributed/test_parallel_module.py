@@ -87,8 +87,8 @@ def _other_calls(parallel: nn.Module, twin: nn.Module, kwargs: dict[str, Any]) -
         torch.testing.assert_close(found, zoo.loss_of(twin.eval()(**call)), rtol=1e-6, atol=1e-6)
 
 
-TWO = (("gpt2", True), ("nanogpt", False), ("llama", True), ("odd", True))
-FOUR = (("nanogpt", True), ("odd", False))
+TWO = (("gpt2", True), ("nanogpt", False), ("odd", True))
+FOUR = (("odd", False),)
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])

@@ -46,7 +46,11 @@ def resized(kwargs: dict[str, Any], batch: int, length: int) -> dict[str, Any]:
     return {name: change(value) for name, value in kwargs.items()}
 
 
-@pytest.mark.parametrize("name", zoo.BUILDERS)
+QUICK = ("gpt2", "t5", "vit", "lstm", "nanogpt")
+MODELS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in zoo.BUILDERS]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_the_program_is_that_of_its_own_trace(name: str, exports: list[int]) -> None:
     model, kwargs = zoo.build(name)
     tracer = Tracer()
