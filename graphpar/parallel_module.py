@@ -181,12 +181,13 @@ class ParallelModule(Container):
     def _show_whole(self) -> None:
         """Let ``full_tensor`` of parameters and gradients that DTensor has no placement for give
         the original's."""
-        for name, kind in packed_types(self.program.state.values()).items():
-            parameter: Any = self.get_parameter(name)
-            if isinstance(parameter, DTensor) and not is_native(kind):
-                with_full_tensor(parameter, kind)
-                hook = partial(_show_whole_gradient, kind)
-                parameter.register_post_accumulate_grad_hook(hook)
+        kinds = packed_types(self.program.state.values())
+        for name, parameter in self.named_parameters():  # each once
+            if isinstance(parameter, DTensor) and not is_native(kinds.get(name, I)):
+                with_full_tensor(parameter, kinds[name])
+                if parameter.requires_grad:
+                    hook = partial(_show_whole_gradient, kinds[name])
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def _group(self) -> str:

@@ -293,6 +293,24 @@ def test_mesh_without_the_dimension() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_uneven_parameters_may_be_frozen_and_show_their_own_shape() -> None:
+    torch.distributed.init_process_group("fake", rank=1, world_size=4)
+    try:
+        model = Net(inner=10).double()
+        model.up.requires_grad_(False)
+        parallel = graphpar.transform(model, (x(),), tp=4)
+        for name in ("up.weight", "down.weight"):
+            parameter: Any = parallel.get_parameter(name)
+            whole = model.get_parameter(name)
+            assert parameter.requires_grad == whole.requires_grad
+            assert parameter.numel() == 12 * 8
+            assert parameter.full_tensor().shape == whole.shape
+            assert parallel.state_dict()[name].shape == whole.shape
+        assert [parameter.shape, parallel.local_tensors()["up.weight"].shape] == [(8, 12), (3, 8)]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_unknown_pass_and_option() -> None:
     with pytest.raises(
         InputError, match="no pass is named 'fuse'; known: lower-recurrences, outline"
