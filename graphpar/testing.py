@@ -163,9 +163,11 @@ def _twin(model: nn.Module) -> nn.Module:
 def _run_reference(reference: Program, twin: nn.Module, leaves: Sequence[Any]) -> list[Any]:
     results = run(reference, model_state(twin), leaves)
     count = len(results) - len(reference.mutations)
-    for name, value in zip(reference.mutations, results[count:], strict=True):
-        owner, _, last = name.rpartition(".")
-        twin.get_submodule(owner)._buffers[last] = value.detach()
+    written = [value.detach() for value in results[count:]]
+    for name, value in zip(reference.mutations, written, strict=True):
+        for alias in reference.state[name].names:
+            owner, _, last = alias.rpartition(".")
+            twin.get_submodule(owner)._buffers[last] = value
     return results[:count]
 
 

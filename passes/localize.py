@@ -65,8 +65,6 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
     if target is aten.dropout.default:
         _make_contiguous(graph, node)
         return
-    if target is aten.native_group_norm.default:
-        _make_contiguous(graph, node)
     axes = info(node).axes
     if axes is not None and axes.average and info(node).type == P and P not in operands:
         SUMS[target](graph, node)
@@ -78,8 +76,7 @@ def _localize(graph: fx.Graph, node: fx.Node, ranks: int) -> None:
 
 
 def _make_contiguous(graph: fx.Graph, node: fx.Node) -> None:
-    """For an op that reads memory in order, which conversions may have changed: a mask is drawn in
-    it, a norm of groups takes no other."""
+    """The mask is drawn in the order of the memory, which conversions may have changed."""
     x = tensor_arguments(node)[0]
     if x.target is not aten.contiguous.default:
         with graph.inserting_before(node):

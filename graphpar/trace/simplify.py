@@ -99,6 +99,14 @@ def _dropout(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
     return b.emit(aten.permute.default, (dropped, inverse))
 
 
+def _group_norm(b: Builder, call: Call, val: Any) -> Call:
+    """The kernel refuses most orders of the memory: ask for the plain one, so that it does not
+    depend on the strides that a rewritten program happens to have. Images that have channels last
+    get the same up to the order of sums."""
+    target, (node, *rest), kwargs = call
+    return (target, (b.emit(aten.contiguous.default, (node,)), *rest), kwargs)
+
+
 def _with_units_in_place(order: list[int], source: Tensor) -> list[int]:
     """``order`` with dimensions of size 1, whose strides mean nothing, where they are."""
     moving = iter([d for d in order if source.shape[d] != 1])
@@ -150,6 +158,7 @@ _RULES: dict[Any, Rule] = {
     aten.feature_dropout.default: _dropout,
     aten.alpha_dropout.default: _dropout,
     aten.feature_alpha_dropout.default: _dropout,
+    aten.native_group_norm.default: _group_norm,
     aten.detach.default: _detach,
     aten.zeros_like.default: _ZEROS,
     aten.new_zeros.default: _ZEROS,

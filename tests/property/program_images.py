@@ -68,6 +68,8 @@ class Image(nn.Module):
             norm = self.inner
             assert isinstance(norm, nn.BatchNorm2d)
             return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        if form == "group" and not x.requires_grad:
+            x = x.contiguous()  # torch crashes: backward has nowhere to write to
         if form in CONVS or form in NORMS:
             return self.inner(x)  # type: ignore[no-any-return]
         if form == "avg":

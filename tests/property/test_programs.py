@@ -116,7 +116,40 @@ GROUPS_OF_ONE_IMAGE = Program(
 )
 
 
+GROUPS_AFTER_DROPPED_ATTENTION = Program(
+    inputs=(Input("grad", (1, 8, 6)),),
+    body=Body(
+        steps=(
+            Step(
+                "attention",
+                (0,),
+                {
+                    "heads": 3,
+                    "kv_heads": 3,
+                    "d": 2,
+                    "core": "sdpa",
+                    "projection": "apart",
+                    "group": "expand",
+                    "view": "unflatten",
+                    "norm": "",
+                    "rotary": "",
+                    "bias": False,
+                    "p": 0.2,
+                    "added": "",
+                    "cache": "",
+                },
+            ),
+            Step("image", (1,), {"form": "group", "rows": 2}),
+        ),
+        outputs=(2,),
+    ),
+    tp=2,
+    seed=1,
+)
+
+
 @example(DOUBLED)
+@example(GROUPS_AFTER_DROPPED_ATTENTION)
 @example(GROUPS_OF_ONE_IMAGE)
 @example(MEAN_OVER_A_SHARDED_AXIS)
 @given(program=programs())

@@ -350,3 +350,26 @@ def test_an_unknown_mode() -> None:
         run_pipeline(rewrite(c40(), (IDS,), tp=1), parse_pipeline("seed-dropout{rng=exact}"))
     parsed = parse_pipeline("seed-dropout{rng=per-rank}")
     assert str(parsed[0]) == "seed-dropout{rng=per-rank}"
+
+
+class Written(nn.Module):
+    """A buffer under two names, written through both, before a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.float64))  # no cast parts it
+        self.register_buffer("other", self.total)
+        self.total: Tensor
+        self.other: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.mul_(0.5)
+        self.other.add_(1)
+        return F.dropout(self.up(x + self.total), P, self.training)
+
+
+@pytest.mark.parametrize("rng", ["invariant", "exact"])
+def test_a_buffer_under_two_names_beside_a_dropout(rng: str) -> None:
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    assert_equivalent(Written().double(), (x,), tp=2, rng=rng, atol=1e-12)
