@@ -35,6 +35,13 @@ REFUTED: Mapping[str, str] = {
     "aten.one_hot.default": "a rank's largest id is taken for the largest of all",
 }
 
+NOT_TAKEN = {
+    *(f"aten.{op}" for op in ("_cdist_forward.default", "im2col.default", "unfold.default")),
+    *(f"aten.{op}" for op in ("scatter_reduce.two", "searchsorted.Tensor")),
+    "aten._grouped_mm.default",  # its shapes are derived for bfloat16 only
+}
+"""What DTensor does not run even on whole operands."""
+
 TYPE = "our types have no Partial but of sums"
 REWRITTEN = "normalize writes it as another op, which has the placement"
 BOOLEAN = "addends of booleans or of counts, which a sum of types does not keep"

@@ -12,7 +12,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -157,12 +157,19 @@ def _ask(
         with torch.no_grad(), warnings.catch_warnings(), CommDebugMode() as collectives:
             warnings.simplefilter("ignore")  # DTensor's own, of numbers made inside an op
             value = execute(node.target, node.args, dict(node.kwargs), placed)
-    except (Redistribution, RuntimeError, NotImplementedError, AssertionError, IndexError):
+    except (Redistribution, NotImplementedError, RuntimeError):  # its ways to refuse
         return None
     if collectives.get_total_counts():
         return None
     values = value if isinstance(value, (tuple, list)) else [value]
     return [_kind_of(y) for y in values if isinstance(y, DTensor)]
+
+
+def takes_whole(case: Case, mesh: DeviceMesh) -> bool:
+    """Whether DTensor runs the call on operands that are all Replicate: if not, that it refuses
+    shards means nothing."""
+    node, operands = node_of(case)
+    return _ask(node, operands, [R] * len(operands), mesh) is not None
 
 
 def _ours(op: OpAxes) -> set[Strategy]:
@@ -205,13 +212,21 @@ def alike(target: Target) -> Maker:
                     first = not any(isinstance(x, Tensor) for x in args)
                     mine = shape if first else q.broadcast(shape)
                     args.append(1 + q.ints(4, *mine) if integers else q.positive(*mine))
-            with suppress(RuntimeError, NotImplementedError):
-                target(*args, **given)
+            if _runs(target, args, given):
                 constant = () if _has_derivatives(target, args, given) else tuple(args)
                 return Case(target, tuple(args), given, constant)
         raise TypeError(f"no call of {target}")
 
     return make
+
+
+def _runs(target: Target, args: list[Any], given: dict[str, Any]) -> bool:
+    """Whether the op takes operands of these dtypes."""
+    try:
+        target(*args, **given)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _has_derivatives(target: Target, args: list[Any], given: dict[str, Any]) -> bool:

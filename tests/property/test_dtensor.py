@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpar.passes.rules import op_axes, rule_for
-from tests.property.dtensor_gaps import GAPS, OPAQUE, REFUTED, TORCH
+from tests.property.dtensor_gaps import GAPS, NOT_TAKEN, OPAQUE, REFUTED, TORCH
 from tests.property.dtensor_rules import (
     REFUTED as WRONG,
 )
-from tests.property.dtensor_rules import alike, compare, functional_ops, two_ranks
+from tests.property.dtensor_rules import alike, compare, functional_ops, takes_whole, two_ranks
 from tests.property.pick import Seeded
 from tests.property.rule_cases import CASES, makers
 from tests.property.rule_checks import RANKS, Checker, Target, node_of
@@ -60,6 +60,14 @@ def test_what_dtensor_allows_we_allow_or_list(target: Target, mesh: DeviceMesh) 
     assert found[str(target)] == listed(str(target))
     for op, forms in found.items():
         assert forms <= listed(op), op
+
+
+def test_dtensor_is_asked_what_it_can_answer(mesh: DeviceMesh) -> None:
+    """Every op runs on whole operands, but for those that it has no strategy or no kernel for."""
+    asked = [make(Seeded(0)) for target in CASES for make in makers(target)]
+    asked += [alike(target)(Seeded(0)) for target in others()]
+    refused = {str(case.target) for case in asked if not takes_whole(case, mesh)}
+    assert refused == NOT_TAKEN
 
 
 def test_other_pointwise_ops_run_as_dtensor_runs_them(mesh: DeviceMesh) -> None:
