@@ -59,11 +59,6 @@ def unpadded(part: Tensor, kind: Type, rank: int, ranks: int) -> Tensor:
     return part.narrow(kind.dim, 0, local_size(kind, rank, ranks))
 
 
-def local_intervals(kind: Shard, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """(start in the whole dimension, size) of the pieces that a rank holds, in order."""
-    return list(intervals(kind.blocks, rank, ranks, kind.units))
-
-
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The tensor-parallel dimension of a mesh, which FSDP may have joined with others."""
     return mesh[MESH_DIM] if mesh.ndim > 1 else mesh
@@ -76,7 +71,7 @@ def in_pieces(value: DTensor, kind: Shard) -> DTensor:
     """
     local = value.to_local().detach()
     mesh = tensor_mesh(value.device_mesh)
-    held = local_intervals(kind, mesh.get_local_rank(), mesh.size())
+    held: Sequence[tuple[int, int]] = intervals(kind, mesh.get_local_rank(), mesh.size())
     first = _first_row(value, kind, mesh.size())
     offsets = [0] * local.dim()
     if kind.dim == 0:
@@ -141,7 +136,7 @@ def _first_row(value: DTensor, kind: Shard, ranks: int) -> int:
     return 0
 
 
-def _within(held: list[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+def _within(held: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
     """Of pieces laid end to end, those between ``first`` and ``first + count``."""
     found, offset = [], 0
     for start, size in held:

@@ -127,14 +127,12 @@ def largest_share(kind: Shard, ranks: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def intervals(
-    blocks: tuple[int, ...], rank: int, ranks: int, units: int = 0
-) -> tuple[tuple[int, int], ...]:
+def intervals(shard: Shard, rank: int, ranks: int) -> tuple[tuple[int, int], ...]:
     """(start in the whole dimension, size) of each piece that the rank holds: one per block."""
-    first, number = share(units, rank, ranks)
+    first, number = share(shard.units, rank, ranks)
     found, start = [], 0
-    for block in blocks:
-        unit = block // (units or ranks)
+    for block in shard.blocks:
+        unit = block // (shard.units or ranks)
         found.append((start + first * unit, number * unit))
         start += block
     return tuple(found)
@@ -142,7 +140,7 @@ def intervals(
 
 def local_size(shard: Shard, rank: int, ranks: int) -> int:
     """The size of the sharded dimension on one rank."""
-    return sum(size for _, size in intervals(shard.blocks, rank, ranks, shard.units))
+    return sum(size for _, size in intervals(shard, rank, ranks))
 
 
 def local_shape(shape: Sequence[int], kind: Type, rank: int, ranks: int) -> tuple[int, ...]:
@@ -184,7 +182,7 @@ def cut(x: Tensor, shard: Shard, rank: int, ranks: int) -> Tensor:
         parts = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
         whole: Tensor = parts.select(dim + 1, rank)
         return whole.flatten(dim, dim + 1)
-    pieces = [x.narrow(dim, *piece) for piece in intervals(blocks, rank, ranks, shard.units)]
+    pieces = [x.narrow(dim, *piece) for piece in intervals(shard, rank, ranks)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
@@ -193,7 +191,7 @@ def join(parts: Sequence[Tensor], shard: Shard) -> Tensor:
     if len(shard.blocks) == 1:
         return torch.cat(list(parts), shard.dim)
     ranks = len(parts)
-    sizes = [[n for _, n in intervals(shard.blocks, r, ranks, shard.units)] for r in range(ranks)]
+    sizes = [[n for _, n in intervals(shard, r, ranks)] for r in range(ranks)]
     pieces = [part.split(own, shard.dim) for part, own in zip(parts, sizes, strict=True)]
     blocks = range(len(shard.blocks))
     return torch.cat([pieces[r][b] for b in blocks for r in range(ranks)], shard.dim)

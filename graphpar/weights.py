@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from graphpar.errors import CheckpointError
 from graphpar.parallel_module import ParallelModule
-from graphpar.state import local_intervals
-from graphpar.types import Shard, Type
+from graphpar.types import Shard, Type, intervals
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -111,7 +110,7 @@ def _pieces(
         yield local, part[...] if local.dim() else part[()]
         return
     offset = 0
-    for start, size in local_intervals(kind, rank, ranks):
+    for start, size in intervals(kind, rank, ranks):
         where = (*(slice(None) for _ in range(kind.dim)), slice(start, start + size))
         yield local.narrow(kind.dim, offset, size), part[where]
         offset += size

@@ -122,7 +122,7 @@ def part_of(x: Tensor, layout: Shard, rank: int, ranks: int) -> Tensor:
         parts: Tensor = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
         parts = parts.select(dim + 1, rank)
         return parts.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
-    pieces = [x.narrow(dim, *piece) for piece in intervals(blocks, rank, ranks, layout.units)]
+    pieces = [x.narrow(dim, *piece) for piece in intervals(layout, rank, ranks)]
     return torch.cat(pieces, dim).contiguous()
 
 
@@ -137,7 +137,7 @@ def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0) 
         places.copy_(x.unflatten(dim, (count, part)))
         return whole
     offset = 0
-    for start, size in intervals(layout.blocks, rank, ranks, units):
+    for start, size in intervals(layout, rank, ranks):
         whole.narrow(dim, start, size).copy_(x.narrow(dim, offset, size))
         offset += size
     return whole
@@ -227,8 +227,8 @@ def _overlaps(
 ) -> list[tuple[int, int]]:
     """(offset in my part, size) of what another rank holds too, in the order of the whole."""
     found, offset = [], 0
-    for start, size in intervals(mine.blocks, rank, ranks, mine.units):
-        for other_start, other_size in intervals(theirs.blocks, other, ranks, theirs.units):
+    for start, size in intervals(mine, rank, ranks):
+        for other_start, other_size in intervals(theirs, other, ranks):
             low, high = max(start, other_start), min(start + size, other_start + other_size)
             if low < high:
                 found.append((offset + low - start, high - low))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpar.types import intervals
+from graphpar.types import Shard, intervals
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -87,7 +87,7 @@ def keep_mask(
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     stride = sum(blocks) * inner
     pieces = []
-    for start, size in intervals(tuple(blocks), rank, ranks, units):
+    for start, size in intervals(Shard(dim, tuple(blocks), units), rank, ranks):
         piece = _kept(outer, start * inner, stride, size * inner, keep, seed, stream, device)
         pieces.append(piece.reshape(*shape[:dim], size, *shape[dim + 1 :]))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

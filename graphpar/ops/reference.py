@@ -21,7 +21,6 @@ from graphpar.types import (
     convertible,
     cut,
     dual,
-    intervals,
     join,
     letter,
     split_layout,
@@ -73,11 +72,8 @@ def _convert(parts: Sequence[Tensor], source: Type, target: Type) -> list[Tensor
 def _pad(part: Tensor, shard: Shard, rank: int, ranks: int) -> Tensor:
     shape = list(part.shape)
     shape[shard.dim] = sum(shard.blocks)
-    whole, offset = part.new_zeros(shape), 0
-    for start, size in intervals(shard.blocks, rank, ranks, shard.units):
-        whole.narrow(shard.dim, start, size).copy_(part.narrow(shard.dim, offset, size))
-        offset += size
-    return whole
+    zeros = part.new_zeros(shape)
+    return join([part if r == rank else cut(zeros, shard, r, ranks) for r in range(ranks)], shard)
 
 
 def on_all_ranks(name: str, calls: Sequence[Sequence[Any]]) -> list[Tensor]:

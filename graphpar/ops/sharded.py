@@ -53,7 +53,7 @@ class Place:
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
         """(start in the whole dimension, size) of the pieces that this rank has."""
-        return intervals(self.layout.blocks, self.rank, self.ranks, self.layout.units)
+        return intervals(self.layout, self.rank, self.ranks)
 
     def positions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Where this rank holds each id (0 for those of others), and whether it does."""

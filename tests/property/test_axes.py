@@ -83,7 +83,7 @@ def test_a_rank_holds_its_part_of_every_block(data: st.DataObject) -> None:
             for i in _part(size, shard.units, rank, ranks)
         ]
         assert cut(x, shard, rank, ranks).tolist() == expected
-        pieces = intervals(shard.blocks, rank, ranks, shard.units)
+        pieces = intervals(shard, rank, ranks)
         assert [i for start, size in pieces for i in range(start, start + size)] == expected
 
 
