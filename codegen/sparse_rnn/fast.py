@@ -14,6 +14,12 @@ from graphpar.codegen.sparse_rnn.devices import WARP
 from graphpar.codegen.sparse_rnn.emit_fast import constants
 from graphpar.codegen.sparse_rnn.emit_fast_parts import arguments
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.operands import (
+    RESULTS,
+    backward_operands,
+    forward_operands,
+    row_tables,
+)
 from graphpar.codegen.sparse_rnn.pack import pack, repack
 from graphpar.codegen.sparse_rnn.plan import BATCH_PER_WORD
 from graphpar.codegen.sparse_rnn.reference import MAX_EPOCH
@@ -44,12 +50,9 @@ class _Part:
             **fixed,
         )
         device, rows, slots = weight.device, self.spec.rows, self.spec.slots
-        table = torch.from_numpy(layout.slots).unflatten(1, (gates, -1))
-        more = (0, slots - table.shape[3], 0, rows - table.shape[2])
-        units = torch.from_numpy(layout.units)
         self.words = self._packed.words.contiguous().to(device)
-        self.slots = F.pad(table, more, value=layout.threads - 1).contiguous().to(device)
-        self.units = F.pad(units, (0, rows - units.shape[1]), value=-1).contiguous().to(device)
+        tables = row_tables(layout, gates, rows, slots)
+        self.slots, self.units = (table.to(device) for table in tables)
         self.exchange = torch.zeros(self.spec.words, dtype=torch.int64, device=device)
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._epoch = 1
@@ -130,28 +133,9 @@ class Fast:
         self, gates: Tensor, bias: Tensor | None, h: Tensor, c: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Reference.forward`, for float32 operands."""
-        spec = self._forward.spec
-        own = h.new_zeros(spec.hidden)
-        if bias is not None:
-            added, own = bias, bias[-spec.hidden :]
-            if self.cell.splits:
-                added = torch.cat((bias[: -spec.hidden], torch.zeros_like(own)))
-            gates = gates + added
-        steps = len(gates)
-        out, c_out = h.new_empty(steps, spec.batch, spec.hidden), torch.empty_like(h)
-        saved = h.new_empty(steps if spec.save else 0, self.cell.saved, spec.hidden, spec.batch)
-        self._forward.run(
-            self._launch,
-            h,
-            steps,
-            gates_ptr=gates.contiguous(),
-            bias_ptr=own.contiguous(),
-            h_ptr=h.contiguous(),
-            c_ptr=h if c is None else c.contiguous(),
-            out_ptr=out,
-            c_out_ptr=c_out,
-            saved_ptr=saved,
-        )
+        given = forward_operands(self.cell, gates, bias, h, c, save=self._forward.spec.save)
+        self._forward.run(self._launch, h, len(gates), **given)
+        out, c_out, saved = (given[name] for name in RESULTS["forward"])
         return out, c_out, saved
 
     def backward(
@@ -164,23 +148,9 @@ class Fast:
         c: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As :meth:`Reference.backward`."""
-        spec, steps = self._backward.spec, len(out)
-        dgates = out.new_empty(steps, spec.batch, spec.exchanged)
-        drecurrent = torch.empty_like(dgates) if self.cell.splits else dgates
-        dh, dc_out = torch.empty_like(h), torch.empty_like(h)
-        self._backward.run(
-            self._launch,
-            h.new_zeros(spec.batch, spec.exchanged),
-            steps,
-            dout_ptr=dout.contiguous(),
-            dc_ptr=torch.zeros_like(h) if dc is None else dc.contiguous(),
-            out_ptr=out,
-            saved_ptr=saved,
-            h_ptr=h.contiguous(),
-            c_ptr=h if c is None else c.contiguous(),
-            dgates_ptr=dgates,
-            drecurrent_ptr=drecurrent,
-            dh_ptr=dh,
-            dc_out_ptr=dc_out,
-        )
+        spec = self._backward.spec
+        given = backward_operands(self.cell, dout, dc, out, saved, h, c)
+        nothing = h.new_zeros(spec.batch, spec.exchanged)
+        self._backward.run(self._launch, nothing, len(out), **given)
+        dgates, drecurrent, dh, dc_out = (given[name] for name in RESULTS["backward"])
         return dgates, drecurrent, dh, dc_out

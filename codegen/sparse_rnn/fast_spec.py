@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
 from graphpar.codegen.sparse_rnn.devices import WARP
 from graphpar.codegen.sparse_rnn.plan import (
     BATCH_PER_WORD,
@@ -15,7 +13,7 @@ from graphpar.codegen.sparse_rnn.plan import (
     chunks_of,
     states_length,
 )
-from graphpar.codegen.sparse_rnn.spec import power_of_two
+from graphpar.codegen.sparse_rnn.spec import Part, power_of_two
 from graphpar.errors import CapacityError
 
 WHOLE_WORD_COLUMNS = 4096
@@ -24,27 +22,22 @@ a sixteenth of the last bit of bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FastSpec:
+class FastSpec(Part):
     """A kernel of one layer and direction, values and what blocks exchange in bf16.
 
     Attributes:
-        part: the forward kernel, or the backward one.
         programs, warps: blocks, and warps of each; a thread holds one slot.
         register_words, shared_words: words of a thread in registers and in shared memory.
         rows: units per block, slots: slots per row, powers of two.
         reverse: from the last step to the first. ``save``: store what backward needs.
     """
 
-    cell_name: str
-    hidden: int
-    batch: int
     programs: int
     warps: int
     register_words: int
     rows: int
     slots: int
     shared_words: int = 0
-    part: Literal["forward", "backward"] = "forward"
     reverse: bool = False
     save: bool = False
 
@@ -60,6 +53,7 @@ class FastSpec:
     def of(cls, plan: Plan, *, reverse: bool = False, save: bool = False) -> FastSpec:
         """The kernel that a plan asks for; of a large batch, its first slice."""
         return cls(
+            part="forward",
             cell_name=plan.cell,
             hidden=plan.hidden,
             batch=min(plan.batch, MAX_BATCH),
@@ -72,20 +66,6 @@ class FastSpec:
             reverse=reverse,
             save=save,
         )
-
-    @property
-    def cell(self) -> Cell:
-        return cell_of(self.cell_name)
-
-    @property
-    def gates(self) -> int:
-        """Rows that a unit has in the packed matrix: in backward, which is transposed, one."""
-        return self.cell.gates if self.part == "forward" else 1
-
-    @property
-    def exchanged(self) -> int:
-        """Elements that a batch column exchanges at a step."""
-        return self.hidden * (1 if self.part == "forward" else self.cell.gates)
 
     @property
     def depth(self) -> int:

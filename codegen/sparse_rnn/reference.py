@@ -18,6 +18,12 @@ from torch import Tensor
 from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.emit import arguments, emit, load, write
 from graphpar.codegen.sparse_rnn.emit_common import sizes
+from graphpar.codegen.sparse_rnn.operands import (
+    RESULTS,
+    backward_operands,
+    forward_operands,
+    row_tables,
+)
 from graphpar.codegen.sparse_rnn.pack import Packed, pack, repack
 from graphpar.codegen.sparse_rnn.spec import KernelSpec, power_of_two
 from graphpar.errors import KernelError
@@ -76,11 +82,8 @@ class Resident:
         depth = power_of_two(layout.depth)
         self.spec = spec_of(depth=depth, rows=rows, slots=slots)
         device = weight.device
-        table = torch.from_numpy(layout.slots).unflatten(1, (gates, -1))
-        more = (0, slots - table.shape[3], 0, rows - table.shape[2])
-        self.slots = F.pad(table, more, value=layout.threads - 1).contiguous().to(device)
-        units = torch.from_numpy(layout.units)
-        self.units = F.pad(units, (0, rows - units.shape[1]), value=-1).contiguous().to(device)
+        tables = row_tables(layout, gates, rows, slots)
+        self.slots, self.units = (table.to(device) for table in tables)
         self._deeper = (0, 0, 0, depth - layout.depth)
         self.columns = F.pad(self.packed.columns, self._deeper).contiguous().to(device)
         self.values = self._values().to(device)
@@ -160,34 +163,12 @@ class Reference:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The states [T, B, H], the last cell state [B, H] and saved values [T, S, H, B], of
         float32 operands: gates [T, B, G * H], the recurrent bias [G * H], states [B, H]."""
-        spec, exchange = self._forward.spec, self.exchanges[0]
-        steps, batch, _ = gates.shape
-        own = h.new_zeros(spec.hidden)
-        if bias is not None:
-            added, own = bias, bias[-spec.hidden :]
-            if self.cell.splits:
-                added = torch.cat((bias[: -spec.hidden], torch.zeros_like(own)))
-            gates = gates + added
-        out = h.new_empty(steps, batch, spec.hidden)
-        c_out = torch.empty_like(h)
-        saved = h.new_empty(steps, self.cell.saved, spec.hidden, batch)
-        epoch, arrived = exchange.start(payload_of(h, spec), steps)
+        spec, first = self._forward.spec, payload_of(h, self._forward.spec)
         if spec.state == "bf16":
             h = h.bfloat16().float()
-        self._run(
-            self._forward,
-            exchange,
-            gates_ptr=gates.contiguous(),
-            bias_ptr=own.contiguous(),
-            h_ptr=h.contiguous(),
-            c_ptr=h if c is None else c.contiguous(),
-            out_ptr=out,
-            c_out_ptr=c_out,
-            saved_ptr=saved,
-            steps=steps,
-            epoch=epoch,
-            arrived=arrived,
-        )
+        given = forward_operands(self.cell, gates, bias, h, c, save=spec.save)
+        self._run(self._forward, self.exchanges[0], first, len(gates), given)
+        out, c_out, saved = (given[name] for name in RESULTS["forward"])
         return out, c_out, saved
 
     def backward(
@@ -201,34 +182,25 @@ class Reference:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients of: the gates' input part and recurrent part [T, B, G * H], the first state
         and the first cell state [B, H]."""
-        spec, exchange = self._backward.spec, self.exchanges[1]
-        steps, batch, _ = out.shape
-        dgates = out.new_empty(steps, batch, spec.exchanged)
-        drecurrent = torch.empty_like(dgates) if self.cell.splits else dgates
-        dh, dc_out = torch.empty_like(h), torch.empty_like(h)
-        nothing = h.new_zeros(batch, spec.exchanged)
-        epoch, arrived = exchange.start(payload_of(nothing, spec), steps)
-        self._run(
-            self._backward,
-            exchange,
-            dout_ptr=dout.contiguous(),
-            dc_ptr=torch.zeros_like(h) if dc is None else dc.contiguous(),
-            out_ptr=out,
-            saved_ptr=saved,
-            h_ptr=h.contiguous(),
-            c_ptr=h if c is None else c.contiguous(),
-            dgates_ptr=dgates,
-            drecurrent_ptr=drecurrent,
-            dh_ptr=dh,
-            dc_out_ptr=dc_out,
-            steps=steps,
-            epoch=epoch,
-            arrived=arrived,
-        )
+        spec = self._backward.spec
+        first = payload_of(h.new_zeros(spec.batch, spec.exchanged), spec)
+        given = backward_operands(self.cell, dout, dc, out, saved, h, c)
+        self._run(self._backward, self.exchanges[1], first, len(out), given)
+        dgates, drecurrent, dh, dc_out = (given[name] for name in RESULTS["backward"])
         return dgates, drecurrent, dh, dc_out
 
-    def _run(self, part: Resident, exchange: Exchange, **given: Any) -> None:
+    def _run(
+        self,
+        part: Resident,
+        exchange: Exchange,
+        first: Tensor,
+        steps: int,
+        operands: Mapping[str, Tensor],
+    ) -> None:
+        """Launch, with ``first`` as the payload that the first step receives."""
         spec = part.spec
+        epoch, arrived = exchange.start(first, steps)
+        given: dict[str, Any] = {"steps": steps, "epoch": epoch, "arrived": arrived, **operands}
         if spec.part not in self._kernels:
             module = load(write(self._edit(emit(spec)), self._folder))
             self._kernels[spec.part] = getattr(module, spec.part)

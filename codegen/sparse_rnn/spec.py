@@ -18,11 +18,34 @@ def power_of_two(n: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSpec:
+class Part:
+    """A kernel's cell and direction: ``part`` is "forward" or "backward"."""
+
+    cell_name: str
+    part: Literal["forward", "backward"]
+    hidden: int
+    batch: int
+
+    @property
+    def cell(self) -> Cell:
+        return cell_of(self.cell_name)
+
+    @property
+    def gates(self) -> int:
+        """Rows that a unit has in the packed matrix: in backward, which is transposed, one."""
+        return self.cell.gates if self.part == "forward" else 1
+
+    @property
+    def exchanged(self) -> int:
+        """Elements that a batch column exchanges at a step."""
+        return self.hidden * (1 if self.part == "forward" else self.cell.gates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec(Part):
     """A kernel of one layer and direction.
 
     Attributes:
-        part: the forward kernel, or the backward one.
         programs: blocks of the launch; all must run at once.
         depth, threads: non-zeros per slot and slots per block, powers of two.
         rows, slots: units per block and slots per row, powers of two.
@@ -32,10 +55,6 @@ class KernelSpec:
         reverse: from the last step to the first. ``save``: store what backward needs.
     """
 
-    cell_name: str
-    part: Literal["forward", "backward"]
-    hidden: int
-    batch: int
     programs: int
     depth: int
     threads: int
@@ -54,20 +73,6 @@ class KernelSpec:
             raise CapacityError(
                 f"{most} elements in a tensor of the reference kernel: Triton takes {MAX_ELEMENTS}"
             )
-
-    @property
-    def cell(self) -> Cell:
-        return cell_of(self.cell_name)
-
-    @property
-    def gates(self) -> int:
-        """Rows that a unit has in the packed matrix: in backward, which is transposed, one."""
-        return self.cell.gates if self.part == "forward" else 1
-
-    @property
-    def exchanged(self) -> int:
-        """Elements that a batch column exchanges at a step."""
-        return self.hidden * (1 if self.part == "forward" else self.cell.gates)
 
     @property
     def word_columns(self) -> int:

@@ -26,6 +26,7 @@ from graphpar.errors import CapacityError, InternalError
 from tests.unit.sparse_kernels import note
 
 SPEC = FastSpec(
+    part="forward",
     cell_name="rnn_tanh",
     hidden=192,
     batch=4,
