@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
@@ -25,6 +25,11 @@ class Part:
     part: Literal["forward", "backward"]
     hidden: int
     batch: int
+
+    @property
+    def facts(self) -> str:
+        """All fields, for the head of the generated file."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
     @property
     def cell(self) -> Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -222,3 +222,9 @@ def test_full_sizes(tmp_path: Path) -> None:
     found = findings(specs, tmp_path, ("sm_80", "sm_90"))
     faults = [each.faults for each in found]
     assert faults == [()] * len(faults)
+
+
+def test_the_file_says_what_it_is_for() -> None:
+    head = emit_fast(SPEC).splitlines()[2]
+    assert head.startswith("cell_name=rnn_tanh, part=forward, hidden=192, batch=4, programs=8")
+    assert [fact.split("=")[0] for fact in head.split(", ")] == [f.name for f in fields(SPEC)]
