@@ -55,6 +55,10 @@ class Curve:
         found = within(self.problem, budget_bytes)
         return None if found is None else self.plan(found)
 
+    def kept_bytes(self, plan: BlockPlan) -> int:
+        """The bytes of a plan, inputs and outputs counted."""
+        return _bytes(self.run, plan)
+
     def problem_bytes(self, plan: BlockPlan) -> int:
         """The bytes of a plan as the problem counts them."""
         place = {node: i for i, node in enumerate(self.nodes)}
