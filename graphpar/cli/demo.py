@@ -26,9 +26,9 @@ from graphpar.cli.training import (
     train_single,
 )
 from graphpar.errors import InputError
+from graphpar.formats import FORMATS
 from graphpar.mesh import check_tp
 from graphpar.pipeline import default_pipeline
-from graphpar.printer import FORMATS
 from graphpar.program import Program
 from graphpar.trace import bind
 

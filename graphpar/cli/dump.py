@@ -11,9 +11,9 @@ from graphpar.cli.counts import format_counts, format_report
 from graphpar.cli.loading import HELP, load_model
 from graphpar.cli.output import Terminal
 from graphpar.errors import InputError
+from graphpar.formats import FORMATS
 from graphpar.mesh import check_tp
 from graphpar.pipeline import RNG, Pipeline, default_pipeline
-from graphpar.printer import FORMATS
 from graphpar.program import Program
 
 LANGUAGES = {"py": "python", "json": "json", "dot": "dot"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -89,7 +89,7 @@ class KernelRecorder(TorchDispatchMode):
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op's result; where torch's fake kernel gives other memory than the real one, the real
     one's."""
-    if func is torch.ops._c10d_functional.wait_tensor.default:
+    if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
         return args[0]
     result = func(*args, **kwargs)
     if func is aten.mkldnn_rnn_layer.default:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import graphpar
 from graphpar.cli.build import build_stages
 from graphpar.cli.loading import Loaded, load_model
 from graphpar.pipeline import PASSES, default_pipeline
@@ -91,3 +92,29 @@ def test_it_names_lines_types_and_passes() -> None:
     assert "    # nanogpt.py:22: q, k, v = self.qkv(x).split(width, dim=2)\n" in text
     assert "def blocks(self, x):  # × 4: blocks.0 … blocks.3\n" in text
     assert "  # f32[2, 32, 64] Shard(1: sequence)  insert-collectives\n" in text
+
+
+class Named(nn.Module):
+    """Arguments, and a parameter that a layer reads, with the names of the text's globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.ops = nn.Parameter(torch.randn(8))
+
+    def forward(
+        self, ops: Tensor, tp: Tensor, aten: Tensor, run: Tensor, local: Tensor, ops_: Tensor,
+        forward: Tensor, region_0: Tensor, constant_0: Tensor, inf: Tensor, device: Tensor
+    ) -> Tensor:  # fmt: skip
+        x = ops * tp + aten * run + local * ops_ + forward * region_0 + constant_0 + inf * device
+        y: Tensor = self.b(torch.relu(self.a(x + self.ops)))
+        return y
+
+
+def test_any_argument_name_is_fine() -> None:
+    torch.manual_seed(0)
+    model = Named().double()
+    values = tuple(torch.randn(4, 8, dtype=torch.float64) for _ in range(11))
+    graphpar.testing.assert_equivalent(model, values, {}, tp=2, sp=True)
+    made = graphpar.transform(model, values, tp=1, recompute="full")
+    assert torch.equal(made(*values), model(*values))

@@ -43,6 +43,17 @@ class Block(nn.Module):
         return y
 
 
+class Layers(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return x
+
+
 def net(layers: int = 4) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(layers))), torch.randn(4, 8, 16)
@@ -60,6 +71,22 @@ def saved_bytes(parallel: ParallelModule, x: Tensor) -> int:
         output = parallel(x)
         assert output is not None
         return saved.nbytes
+
+
+def test_layers_under_several_plans() -> None:
+    """A layer's function may have the name of a layer's result: h_2."""
+    torch.manual_seed(0)
+    model = Layers(6)
+    x = torch.randn(4, 8, 16)
+    plain = graphpar.transform(model, (x,), tp=1, recompute="none")
+    full = graphpar.transform(model, (x,), tp=1, recompute="full").report["recompute"]
+    least = full.state_bytes + full.saved_bytes + full.transient_bytes
+    most = 0
+    for extra in range(8 << 10, full.none_bytes - full.saved_bytes, 37 << 10):
+        made = graphpar.transform(model, (x,), tp=1, memory_budget=least + extra)
+        most = max(most, len(made.program.blocks))
+        assert all(map(torch.equal, gradients(made, x), gradients(plain, x)))
+    assert most > 1
 
 
 @pytest.mark.parametrize("rng", ["invariant", "exact", "per-rank"])
