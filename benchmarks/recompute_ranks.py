@@ -12,6 +12,7 @@ the median of steps that run interleaved in the same processes, one thread each.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import tempfile
@@ -75,7 +76,9 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def worker(rank: int, store: str, hardware: Hardware, limits: list[Any], out: Any) -> None:
+def worker(
+    rank: int, store: str, hardware: Hardware, limits: list[Any], rounds: int, results: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     models = [transform(hardware, limit) for limit in limits]
@@ -86,11 +89,9 @@ def worker(rank: int, store: str, hardware: Hardware, limits: list[Any], out: An
         model, example = models[number]
         dist.barrier()
         started = time.perf_counter()
-        if mode is None:
-            model(**example).loss.backward()
-        else:
-            with mode:
-                model(**example).loss.backward()
+        with mode or contextlib.nullcontext():
+            out = model(**example)  # its logits live as long
+            out.loss.backward()
         seconds[number].append(time.perf_counter() - started)
         model.zero_grad()
 
@@ -102,12 +103,12 @@ def worker(rank: int, store: str, hardware: Hardware, limits: list[Any], out: An
     for each in seconds:
         each.clear()
     order, shuffle = list(range(len(models))), random.Random(0).shuffle
-    for _ in range(12):
+    for _ in range(rounds):
         shuffle(order)
         for number in order:
             step(number)
     if rank == 0:
-        out.update(peaks=peaks, seconds=seconds)
+        results.update(peaks=peaks, seconds=seconds)
     dist.destroy_process_group()
 
 
@@ -126,14 +127,17 @@ def predictions(hardware: Hardware, limits: list[int | None]) -> list[tuple[int,
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12, help="of time measurement")
+    rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     hardware = calibrate_cpu()
     limits = budgets(hardware)
     with tempfile.TemporaryDirectory() as folder, mp.get_context("spawn").Manager() as manager:
-        out = manager.dict()
-        mp.spawn(worker, (str(Path(folder, "store")), hardware, limits, out), nprocs=RANKS)
-        measured = dict(out)
+        results = manager.dict()
+        arguments = str(Path(folder, "store")), hardware, limits, rounds, results
+        mp.spawn(worker, arguments, nprocs=RANKS)
+        measured = dict(results)
     rows = []
     base = measured["seconds"][0]
     for limit, (peak, kept, ratio), real, seconds in zip(

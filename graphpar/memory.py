@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from graphpar.cost.dry_run import planned_group
 from graphpar.cost.kernels import call
@@ -85,6 +85,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, x: Tensor) -> None:
+        if is_traceable_wrapper_subclass(x):  # a DTensor has no memory but its local tensor's
+            return
         storage = x.untyped_storage()
         address = storage._cdata
         if address in self._held:
