@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphpar
 from graphpar.errors import RankMismatchError
+from graphpar.memory import LiveBytes, step_memory
+from graphpar.parallel_module import ParallelModule
 from tests import zoo
 from tests.distributed.harness import run_processes
 
@@ -25,12 +29,33 @@ def check_recompute(rank: int, group: str) -> list[int]:
                 loss = zoo.loss_of(parallel(**kwargs))
                 sizes.append(saved.nbytes)
             loss.backward()
+            check_peak(parallel, kwargs)
             found = [p.grad.full_tensor() for p in parallel.parameters()]  # type: ignore[union-attr]
             if expected:
                 assert all(map(torch.equal, found, expected))
             expected = found
     dist.barrier()
     return sizes
+
+
+def check_peak(parallel: ParallelModule, kwargs: dict[str, Any]) -> None:
+    """The most bytes that a step takes at once are those predicted, up to the buffer that a
+    reduce-scatter over gloo (an all-to-all and a sum) takes beside."""
+    predicted = step_memory(parallel.program)
+    given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)]
+    state = [*parallel.local_tensors().values(), *parallel.program.constants.values()]
+    peaks = []
+    for _ in range(3):  # a thread of gloo's may hold a tensor for a moment longer
+        for p in parallel.parameters():  # as before the first step
+            p.grad = None
+        live = LiveBytes([*state, *given])
+        assert live.now == predicted.state_bytes + predicted.input_bytes
+        with live:
+            outputs = parallel(**kwargs)
+            zoo.loss_of(outputs).backward()
+        peaks.append(live.peak)
+    buffer_bytes = 2 * 16 * 64 * 8  # batch, sequence, width
+    assert 0 <= min(peaks) - predicted.peak_bytes <= buffer_bytes
 
 
 def check_agreement(rank: int, group: str) -> str:
