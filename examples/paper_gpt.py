@@ -153,16 +153,21 @@ def rewritten(size: Size, *, tp: int, sp: bool, rng: str) -> Program:
 
 def again(program: Program, *names: str) -> Program:
     """The program in which backward runs the ops of these names again."""
-    marked = copy_program(program)
+    return apply_recompute(marked(program, *names))
+
+
+def marked(program: Program, *names: str) -> Program:
+    """The program with the ops of these names marked, for apply-recompute."""
+    copy = copy_program(program)
     found = set()
-    for _, graph in marked.graphs():
+    for _, graph in copy.graphs():
         for node in graph.nodes:
             if node.op == "call_function" and name_of(node) in names:
                 annotate(node, replay=True)
                 found.add(name_of(node))
     if found != set(names):
         raise ValueError(f"the layer has no {', '.join(set(names) - found)}")
-    return apply_recompute(marked)
+    return copy
 
 
 def name_of(node: torch.fx.Node) -> str:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphpar.cost.backward import backward_kernels
+from graphpar.cost.backward import backward_kernels, leading_to, loss_values
 from graphpar.cost.kernels import Kernel, KernelRecorder
 from graphpar.cost.links import linked
 from graphpar.errors import InternalError
@@ -147,7 +147,8 @@ def dry_run(
 
     Inputs are contiguous; those named in ``trained_inputs`` (default: all of floating point) need
     a gradient. Tensors are fake ones on the devices of the program, so composite ops
-    take the path of that device. ``backward``: run each op's backward too, for its kernels.
+    take the path of that device. ``backward``: run the backward of each op that leads
+    to the loss too, for its kernels (see :func:`graphpar.cost.backward.loss_values`).
     """
     if program.form == "typed":
         raise InternalError("a program whose ops are not local cannot run")
@@ -217,6 +218,7 @@ class _Runner:
         self._resident: dict[int, Any] = {}
         self._blocks: dict[Hashable, tuple[GraphRun, list[Any]]] = {}
         self._used = WeakIdKeyDictionary()
+        self._leading = leading_to(loss_values(program.graph)) if backward else set()
 
     def tensor(self, node: fx.Node, trained: Collection[str] | None) -> Any:
         spec = info(node).spec
@@ -296,7 +298,7 @@ class _Runner:
         with recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             env[node] = target(*args, **kwargs)
         back: tuple[Kernel, ...] = ()
-        if self.backward:
+        if self.backward and (node.graph is not self.program.graph or node in self._leading):
             back = backward_kernels(target, args, kwargs, self._used)
         step = Step(
             node=node,

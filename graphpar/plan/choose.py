@@ -85,7 +85,8 @@ def _fitted(
     calls: Calls, budget: int, reserve: int, number: int, setup: Setup
 ) -> tuple[Plans, float]:
     try:
-        return fit_plans(calls, budget, must=True, reserve_bytes=reserve)
+        alone = setup.pipeline.pp == 1  # else each stage would have blocks of its own
+        return fit_plans(calls, budget, must=True, reserve_bytes=reserve, refine=alone)
     except InputError as error:
         if setup.pipeline.pp > 1:
             error.add_note(f"on stage {number} of {setup.pipeline.pp}")

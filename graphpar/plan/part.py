@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from graphpar.cost.backward import loss_values
 from graphpar.program import Program, info, is_tensor, output_node, set_info
 
 
@@ -25,7 +26,7 @@ def state_read(program: Program, nodes: Iterable[fx.Node]) -> set[str]:
 def part_of(program: Program, nodes: Sequence[fx.Node]) -> Program:
     """The program of these nodes of the root alone.
 
-    What they read of others are its inputs, what others read of them its outputs.
+    What they read of others are its inputs, what others read of them and the loss its outputs.
     """
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     inside = set(nodes)
@@ -45,8 +46,14 @@ def part_of(program: Program, nodes: Sequence[fx.Node]) -> Program:
             copy(node)
     for node in nodes:
         copy(node)
-    left = [n for n in nodes if is_tensor(n) and any(user not in inside for user in n.users)]
-    set_info(graph.output([made[node] for node in left]), info(output_node(program.graph)))
+    end, losses = output_node(program.graph), loss_values(program.graph)
+    left = [
+        node
+        for node in nodes
+        if is_tensor(node)
+        and (node in losses or any(u not in inside and u is not end for u in node.users))
+    ]
+    set_info(graph.output([made[node] for node in left]), info(end))
     names = state_read(program, nodes)
     paths = {str(node.target) for node in nodes if node.op == "call_module"}
     calls = {path: block for path, block in program.calls.items() if path in paths}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -47,15 +48,24 @@ class Planner:
             parts = self._parts(dry_run(self.local))
             step, self.said = choose_stages(self.local, parts, self.setup, self.planned)
             return step
-        options = ChooseRecompute(mode=mode, times=self.setup.cost)  # type: ignore[arg-type]
-        marked = choose_recompute(self.local, options)
+        marked = self.marked(mode)
         self.said = str(marked.report["recompute"])
         return self.planned(marked)
 
-    def planned(self, marked: Program) -> StepPlan:
-        """The step of the local program whose nodes are marked for replay."""
+    def marked(self, mode: str) -> Program:
+        """The local program with the nodes that backward runs again marked, by a ``mode`` without
+        a budget."""
+        options = ChooseRecompute(mode=mode, times=self.setup.cost)  # type: ignore[arg-type]
+        return choose_recompute(self.local, options)
+
+    def planned(self, marked: Program, change: Callable[[Chunk], Chunk] | None = None) -> StepPlan:
+        """The step of the local program whose nodes are marked for replay.
+
+        ``change`` makes of a chunk's costs others, for what no program says.
+        """
         program = apply_recompute(marked)
         chunks, parts = self._chunks(program)
+        chunks = tuple(map(change, chunks)) if change else chunks
         whole: tuple[Chunk, ...] = ()
         if self.setup.whole_microbatches and program is not marked:
             if self._none is None:

@@ -163,9 +163,11 @@ def plan_step(
     complete = {key for usage in usages for key in usage.whole}
     add_us = [_add_us(program, chunk, setup) for chunk in chunks]
 
+    works, whole_works = [c.work for c in chunks], [c.work for c in whole]
+
     def task_us(task: Task) -> float:
-        kept = (task.chunk, task.microbatch) in complete
-        work = (whole if kept else chunks)[task.chunk].work
+        kept = bool(complete) and (task.chunk, task.microbatch) in complete
+        work = (whole_works if kept else works)[task.chunk]
         if not task.backward:
             return work.forward_us
         return work.backward_us + work.replay_us + add_us[task.chunk] * (task.microbatch > 0)

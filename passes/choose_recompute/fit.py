@@ -15,9 +15,11 @@ Plans = dict[str, BlockPlan]
 
 
 def fit_plans(
-    calls: Calls, budget_bytes: int, *, must: bool, reserve_bytes: int = 0
+    calls: Calls, budget_bytes: int, *, must: bool, reserve_bytes: int = 0, refine: bool = True
 ) -> tuple[Plans, float]:
     """The fastest plans in the budget less ``reserve_bytes``, and a bound on the time of any.
+
+    ``refine``: what bytes are left go to one call of each block, as a plan of its own.
 
     Raises:
         InputError: there are none and there ``must`` be; the message gives the least that would do.
@@ -35,7 +37,7 @@ def fit_plans(
         plans = calls.assigned([plans_of(g, c) for g, c in zip(calls.groups, counts, strict=True)])
         excess = calls.total_bytes(plans) - available
         if excess <= 0:
-            plans = _refined(calls, plans, available)
+            plans = _refined(calls, plans, available) if refine else plans
             return plans, calls.bound_us(available - offset - calls.transient_bytes(plans))
         limit -= excess
     counts = least_bytes(calls.groups)[1]
