@@ -90,7 +90,9 @@ def _columns(
 
 def _steps(places: Sequence[float], values: Sequence[int]) -> list[tuple[float, int]]:
     """The corners of a line that keeps each value up to the next place."""
-    corners = []
-    for place, after, value in zip(places, (*places[1:], 1.0), values, strict=True):
-        corners += [(place, value), (after, value)]
-    return corners
+    corners: list[tuple[float, int]] = []
+    for place, value in zip(places, values, strict=True):
+        if not corners or value != corners[-1][1]:
+            corners += [(place, corners[-1][1])] if corners else []
+            corners.append((place, value))
+    return [*corners, (1.0, values[-1])]
