@@ -1,4 +1,4 @@
-"""The results of a block's call that is not run again, as tensors that autograd follows."""
+"""The results of a block's call, from those of another call of it on alike arguments."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Link(torch.autograd.Function):
 def linked(
     outputs: Sequence[int | None], mine: Mapping[int | None, Any], forms: Sequence[Any]
 ) -> list[Any]:
-    """Tensors of the results' forms, in the memory of arguments or of each other as in the block's
-    own run: there ``outputs`` are the results' storages and ``mine`` the arguments in each."""
+    """Tensors of the results' forms. ``outputs`` are the storages of the results: memory of the
+    arguments ``mine``, or memory of their own that they may share."""
     results = list(forms)
     fresh: list[int] = []
     for place, (number, form) in enumerate(zip(outputs, forms, strict=True)):
