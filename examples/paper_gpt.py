@@ -80,12 +80,55 @@ class Layer(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm_2(x)))), self.dropout)
 
 
+class GPT(nn.Module):
+    """The whole model: the loss of tokens and labels [sequence, batch]; one table for both ends."""
+
+    def __init__(self, size: Size, dropout: float = 0.1, vocabulary: int = 51200) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.tokens = nn.Embedding(vocabulary, size.h)
+        self.positions = nn.Parameter(torch.empty(size.s, 1, size.h))
+        self.layers = nn.ModuleList(Layer(size, dropout) for _ in range(size.l))
+        self.norm = nn.LayerNorm(size.h)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.tokens(tokens) + self.positions, self.dropout)
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
 def layer(size: Size) -> tuple[nn.Module, tuple[Tensor]]:
     """A layer and its input on the meta device, in 16 bits."""
     with torch.device("meta"):
         module = Layer(size).bfloat16()
         x = torch.empty(size.s, size.b, size.h, dtype=torch.bfloat16, requires_grad=True)
     return module, (x,)
+
+
+def gpt(size: Size) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The whole model on the meta device, in 16 bits, with one microbatch."""
+    with torch.device("meta"):
+        module = GPT(size).bfloat16()
+        tokens, labels = torch.zeros(2, size.s, size.b, dtype=torch.long)
+    return module, (tokens, labels), {}
+
+
+def gpt_22b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return gpt(SIZES["22b"])
+
+
+def gpt_175b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return gpt(SIZES["175b"])
+
+
+def gpt_530b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return gpt(SIZES["530b"])
+
+
+def gpt_1t() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return gpt(SIZES["1t"])
 
 
 def model() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -110,16 +153,21 @@ def rewritten(size: Size, *, tp: int, sp: bool, rng: str) -> Program:
 
 def again(program: Program, *names: str) -> Program:
     """The program in which backward runs the ops of these names again."""
-    marked = copy_program(program)
+    return apply_recompute(marked(program, *names))
+
+
+def marked(program: Program, *names: str) -> Program:
+    """The program with the ops of these names marked, for apply-recompute."""
+    copy = copy_program(program)
     found = set()
-    for _, graph in marked.graphs():
+    for _, graph in copy.graphs():
         for node in graph.nodes:
             if node.op == "call_function" and name_of(node) in names:
                 annotate(node, replay=True)
                 found.add(name_of(node))
     if found != set(names):
         raise ValueError(f"the layer has no {', '.join(set(names) - found)}")
-    return apply_recompute(marked)
+    return copy
 
 
 def name_of(node: torch.fx.Node) -> str:

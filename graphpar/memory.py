@@ -66,6 +66,31 @@ def step_memory(program: Program, *, trained_inputs: Collection[str] | None = No
     )
 
 
+def working_bytes(program: Program) -> int:
+    """What a step needs at most beside all that is alive when forward is done.
+
+    Gradients of parameters are there already, and what backward makes for them is added to them.
+    Backward starts from gradients of all differentiable outputs, which count.
+    """
+    ranks = program.ranks if program.form == "local" else 1
+    with planned_group(ranks) as group, _fake():
+        root, state = _state(program, ranks)
+        for parameter in state:
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        grads = [x.grad for x in state if x.grad is not None]
+        constants = {name: _constant(value) for name, value in program.constants.items()}
+        inputs = [_input(node, ranks, None) for node in placeholders(program.graph)]
+        forward = compile_program(replace(program, constants=constants), group)
+        live = LiveBytes([*state, *grads, *constants.values(), *inputs])
+        with live:
+            results = [x for x in forward(root, *inputs) if isinstance(x, Tensor)]
+            forward_bytes = live.now
+            results = [x for x in results if x.requires_grad]
+            if results:
+                torch.autograd.backward(results, [torch.empty_like(x) for x in results])
+    return live.peak - forward_bytes
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages that ops make, while they live; ``now`` and at the
     ``peak``. ``present`` are tensors that live already."""

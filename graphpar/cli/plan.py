@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from graphpar.cli.build import build_stages
 from graphpar.cli.loading import HELP, load_model
-from graphpar.cli.output import Terminal, table
+from graphpar.cli.output import Terminal, describe, table
 from graphpar.cli.verify import progress
-from graphpar.cost import HARDWARE, Hardware, Roofline, Times, dry_run, find_hardware, total_us
+from graphpar.cost import HARDWARE, find_hardware
 from graphpar.cost.calibrate import calibrate_cpu
 from graphpar.errors import InputError
 from graphpar.mesh import check_tp
-from graphpar.passes.choose_recompute import ChooseRecompute, choose_recompute, parse_bytes
+from graphpar.passes.choose_recompute import MODES, parse_bytes
 from graphpar.passes.choose_recompute.budget import format_bytes
 from graphpar.pipeline import RNG, default_pipeline
+from graphpar.plan import Pipeline, Planner, Setup, StepPlan, chrome_trace, memory_svg
 from graphpar.program import Program
-from graphpar.types import local_shape
-
-MODES = ("none", "selective", "full", "auto")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One row: bytes on a device, microseconds of a step. ``kept_bytes`` is what autograd keeps,
-    ``transient_bytes`` the largest replay; ``optimizer_bytes`` are AdamW's moments."""
-
-    recompute: str
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    kept_bytes: int
-    transient_bytes: int
-    total_bytes: int
-    forward_us: float
-    communication_us: float
-    replay_us: float
-    overhead: float
-    fits: bool
 
 
 def add_parser(
@@ -49,11 +30,25 @@ def add_parser(
         "plan",
         help="predict memory and time for each choice of recomputation",
         description="Predict what one device needs in a training step of the model on TP ranks: "
-        "memory to the byte, time from data sheets. The model may be on the meta device.",
+        "memory to the byte, time from data sheets. The model, with one microbatch as its "
+        "arguments, may be on the meta device.",
     )
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--tp", type=int, required=True, help="number of tensor-parallel ranks")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
+    parser.add_argument(
+        "--interleave", type=int, default=1, help="chunks of layers on a stage (default: 1)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, help="microbatches in a step of one replica (default: PP)"
+    )
+    parser.add_argument("--dp", type=int, default=1, help="replicas (default: 1)")
+    parser.add_argument(
+        "--whole-microbatches",
+        action="store_true",
+        help="run nothing again of as many microbatches as the budget has room for",
+    )
     parser.add_argument(
         "--rng", choices=RNG, default="invariant", help="masks of dropout (default: invariant)"
     )
@@ -64,132 +59,167 @@ def add_parser(
         help=f"{', '.join(HARDWARE)} or cpu, which is measured (default: h100)",
     )
     parser.add_argument(
-        "--budget",
-        metavar="BYTES",
-        help='such as 40GiB (default: the device\'s memory, for "auto")',
+        "--budget", metavar="BYTES", help="such as 40GiB (default: the device's memory)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--report", choices=MODES[1:], help="list the tensors kept and made again by this choice"
+    )
+    parser.add_argument(
+        "--choice", choices=MODES, help="what to draw (default: the fastest that fits)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.svg", type=Path, help="draw the fullest stage's memory over time"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE.json", type=Path, help="write the timeline, for Perfetto"
     )
     parser.set_defaults(run=run)
     return parser
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    tp = check_tp(options.tp)
-    hardware = calibrate_cpu() if options.hardware == "cpu" else find_hardware(options.hardware)
-    budget = parse_bytes(options.budget) if options.budget else hardware.memory_bytes
-    pipeline = default_pipeline(tp=tp, sp=options.sp, rng=options.rng)
+    setup = _setup(options)
+    steps: dict[str, StepPlan] = {}
     said: dict[str, str] = {}
     with progress(terminal, len(MODES) + 2) as bar:
         bar("load the model")
         loaded = load_model(options.model)
         bar("rewrite it")
-        program = build_stages(loaded, pipeline, lambda _, __: None)
-        choices = []
+        stages: dict[str, Program] = {}
+        pipeline = default_pipeline(tp=setup.tp, sp=options.sp, rng=options.rng)
+        local = build_stages(loaded, pipeline, stages.__setitem__)
+        planner = Planner(stages["outline"], local, setup)
         for mode in MODES:
             bar(f"recompute {mode}")
-            choices += _choice(program, mode, budget, Roofline(hardware=hardware), said)
+            try:
+                steps[mode] = planner.step(mode)
+                said[mode] = planner.said
+            except InputError as error:
+                if mode != "auto":
+                    raise
+                terminal.say(f"auto: {describe(error)}")
     if options.json:
-        data = {
-            "version": 1,
-            "tp": tp,
-            "sp": options.sp,
-            "hardware": hardware.name,
-            "budget_bytes": budget,
-            "choices": [asdict(choice) for choice in choices],
-            "sources": dict(hardware.sources),
-        }
-        terminal.write(json.dumps(data, indent=1) + "\n")
+        terminal.write(json.dumps(_json(options, setup, steps), indent=1) + "\n")
     else:
-        terminal.write(_table(choices) + "\n")
-        _explain(hardware, budget, terminal)
-    if "auto" in said and "auto" not in {each.recompute for each in choices}:
-        terminal.say(f"auto: {said['auto']}")
+        terminal.write(_table(steps) + "\n")
+        _explain(setup, steps, terminal)
     if options.report:
-        terminal.say(said.get(options.report, f"{options.report!r} runs nothing again"))
+        terminal.say(said.get(options.report) or f"{options.report!r} runs nothing again")
+    _draw(options, steps, terminal)
     return 0
 
 
-def _choice(
-    program: Program, mode: str, budget: int, times: Times, said: dict[str, str]
-) -> list[Choice]:
-    """The row of one mode, none if nothing fits; ``said`` gets the report or the reason."""
-    parameters, buffers = _state(program)
-    run = dry_run(program)
-    forward_us = total_us(times, run.kernels)
-    kept, transient, replay_us = run.saved_bytes, 0, 0.0
-    if mode != "none":
-        options = ChooseRecompute(
-            mode=mode,  # type: ignore[arg-type]
-            budget_bytes=budget if mode == "auto" else None,
-            times=times,
-        )
-        try:
-            report = choose_recompute(program, options).report["recompute"]
-        except InputError as error:
-            said[mode] = str(error)
-            return []
-        said[mode] = str(report)
-        kept, transient = report.saved_bytes, report.transient_bytes
-        replay_us = report.replay_us
-    total = 4 * parameters + buffers + kept + transient
-    choice = Choice(
-        recompute=mode,
-        parameter_bytes=parameters,
-        gradient_bytes=parameters,
-        optimizer_bytes=2 * parameters,
-        kept_bytes=kept,
-        transient_bytes=transient,
-        total_bytes=total,
-        forward_us=forward_us,
-        communication_us=total_us(times, (k for k in run.kernels if k.collective)),
-        replay_us=replay_us,
-        overhead=replay_us / (3 * forward_us) if forward_us else 0.0,
-        fits=total <= budget,
+def _setup(options: argparse.Namespace) -> Setup:
+    hardware = calibrate_cpu() if options.hardware == "cpu" else find_hardware(options.hardware)
+    microbatches = options.pp if options.microbatches is None else options.microbatches
+    return Setup(
+        hardware=hardware,
+        tp=check_tp(options.tp),
+        dp=options.dp,
+        pipeline=Pipeline(pp=options.pp, interleave=options.interleave, microbatches=microbatches),
+        budget_bytes=parse_bytes(options.budget) if options.budget else hardware.memory_bytes,
+        whole_microbatches=options.whole_microbatches,
     )
-    return [choice]
 
 
-def _state(program: Program) -> tuple[int, int]:
-    """Bytes of trained parameters on a rank, and of all other state."""
-    trained = other = 0
-    for state in program.state.values():
-        numel = 1
-        for size in local_shape(state.spec.shape, state.type, 0, program.ranks):
-            numel *= size
-        if state.kind == "parameter" and state.spec.differentiable:
-            trained += numel * state.spec.dtype.itemsize
-        else:
-            other += numel * state.spec.dtype.itemsize
-    return trained, other
+def _json(options: argparse.Namespace, setup: Setup, steps: dict[str, StepPlan]) -> dict[str, Any]:
+    return {
+        "version": 2,
+        "tp": setup.tp,
+        "sp": options.sp,
+        **asdict(setup.pipeline),
+        "dp": setup.dp,
+        "devices": setup.devices,
+        "hardware": setup.hardware.name,
+        "budget_bytes": setup.budget_bytes,
+        "choices": [_row(mode, step) for mode, step in steps.items()],
+        "sources": dict(setup.cost.sources),
+    }
 
 
-def _table(choices: list[Choice]) -> str:
-    rows = [
-        ["recompute", "state", "kept", "at once", "total", "forward", "of it comm.", "replay", "+"]
-    ]
-    for each in choices:
-        state = each.parameter_bytes + each.gradient_bytes + each.optimizer_bytes
-        sizes = (state, each.kept_bytes, each.transient_bytes, each.total_bytes)
-        times_us = (each.forward_us, each.communication_us, each.replay_us)
+def _row(mode: str, step: StepPlan) -> dict[str, Any]:
+    return {
+        "recompute": mode,
+        "fullest_stage": step.stages.index(step.fullest),
+        "peak_bytes": step.fullest.peak_bytes,
+        "fits": step.fits,
+        "iteration_us": step.iteration_us,
+        "bubble": step.bubble,
+        "overhead": step.overhead,
+        "mfu": step.mfu,
+        "hfu": step.hfu,
+        "stages": [asdict(stage) for stage in step.stages],
+    }
+
+
+def _table(steps: dict[str, StepPlan]) -> str:
+    head = "recompute parameters gradients optimizer activations peak forward backward replay"
+    rows = [[*head.split(), "+", "comm.", "step", "MFU", "HFU"]]
+    for mode, step in steps.items():
+        full, busy = step.fullest, step.busiest
+        sizes = full.parameter_bytes, full.gradient_bytes, full.optimizer_bytes
+        times_us = busy.forward_us, busy.backward_us, busy.replay_us
         rows.append(
             [
-                each.recompute,
-                *map(format_bytes, sizes),
-                *(f"{us / 1000:.3f} ms" for us in times_us),
-                f"{each.overhead:.1%}",
+                mode + ("" if step.fits else " (does not fit)"),
+                *map(format_bytes, (*sizes, full.activation_bytes, full.peak_bytes)),
+                *map(_ms, times_us),
+                f"{step.overhead:.1%}",
+                *map(_ms, (busy.communication_us, step.iteration_us)),
+                f"{step.mfu:.1%}",
+                f"{step.hfu:.1%}",
             ]
         )
-        rows[-1][0] += "" if each.fits else " (does not fit)"
     return table(rows)
 
 
-def _explain(hardware: Hardware, budget: int, terminal: Terminal) -> None:
+def _ms(us: float) -> str:
+    return f"{us / 1000:.3f} ms" if us < 1e6 else f"{us / 1e6:.3f} s"
+
+
+def _explain(setup: Setup, steps: dict[str, StepPlan], terminal: Terminal) -> None:
+    budget = format_bytes(setup.budget_bytes or 0)
     terminal.say(
-        f"{hardware.name}, budget {format_bytes(budget)} per device; state: parameters, gradients "
-        "and AdamW's moments; +: replay as a part of forward and backward, taken as three forwards"
+        f"{setup.hardware.name}, budget {budget} per device; optimizer: AdamW's moments; peak: "
+        "with what backward makes at once; +: replay as a part of forward and backward; comm.: "
+        "collectives in these three, hidden behind products or not; step: with bubble, gradient "
+        "all-reduce and optimizer"
     )
-    for name, source in hardware.sources.items():
+    if setup.pipeline.pp > 1:
+        terminal.say("bytes are of the fullest stage, times of the busiest:")
+        for mode, step in steps.items():
+            full = step.fullest
+            whole = f", {full.whole_microbatches} keep all" if full.whole_microbatches else ""
+            terminal.say(
+                f"  {mode}: stage {step.stages.index(full)}, {full.in_flight} forwards in "
+                f"flight{whole}; stages wait {step.bubble:.1%} of the pipeline's time"
+            )
+    for name, source in setup.cost.sources.items():
         terminal.say(f"  {name}: {source}")
+
+
+def _draw(options: argparse.Namespace, steps: dict[str, StepPlan], terminal: Terminal) -> None:
+    if not options.plot and not options.trace:
+        return
+    mode = options.choice
+    if mode is None:
+        fitting = [mode for mode, step in steps.items() if step.fits]
+        mode = min(fitting or steps, key=lambda mode: steps[mode].iteration_us)
+    if mode not in steps:
+        raise InputError(f"{mode!r} does not fit, so there is nothing to draw")
+    step = steps[mode]
+    if options.plot:
+        device = step.stages.index(step.fullest)
+        title = f"{options.model}, recompute {mode!r}: memory of stage {device}"
+        _write(options.plot, memory_svg(step, device, title), terminal)
+    if options.trace:
+        _write(options.trace, json.dumps(chrome_trace(step)), terminal)
+
+
+def _write(path: Path, text: str, terminal: Terminal) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    terminal.say(f"wrote {path}")

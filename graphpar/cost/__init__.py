@@ -8,7 +8,8 @@ from graphpar.cost.hardware import HARDWARE, Hardware, Link, find_hardware
 from graphpar.cost.kernels import Kernel
 from graphpar.cost.partition import CostModel, is_contraction
 from graphpar.cost.saved import SavedTensor, SavedTensors, saved_tensors
-from graphpar.cost.times import ConstantTimes, Roofline, TableTimes, Times, total_us
+from graphpar.cost.state import is_trained, local_nbytes, training_nbytes
+from graphpar.cost.times import ConstantTimes, Roofline, TableTimes, Times, elapsed_us, total_us
 
 __all__ = [
     "HARDWARE",
@@ -27,9 +28,13 @@ __all__ = [
     "Times",
     "calibrate_cpu",
     "dry_run",
+    "elapsed_us",
     "find_hardware",
     "is_contraction",
+    "is_trained",
+    "local_nbytes",
     "replayed_kernels",
     "saved_tensors",
     "total_us",
+    "training_nbytes",
 ]

@@ -48,6 +48,7 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
             "memory_bytes_per_us": f"{measured}; a copy of {source.nbytes} bytes",
             "memory_bytes": "the machine's physical memory",
             "launch_us": f"{measured}; an addition to one number",
+            "multiprocessors": "not modelled: the measured rates are of whole products",
             "nvlink": assumed,
             "network": assumed,
         },

@@ -2,7 +2,8 @@
 
 Rings, as NCCL runs them for what tensor parallelism sends (Thakur, Rabenseifner, Gropp 2005,
 section 4): with n ranks and a whole tensor of m bytes, all-gather and reduce-scatter take n - 1
-steps of m / n bytes, all-reduce twice that, all-to-all n - 1 messages of m / n² bytes.
+steps of m / n bytes, all-reduce twice that, all-to-all n - 1 messages of m / n² bytes. A send
+between two ranks is one step of m bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from graphpar.cost.hardware import Link
 from graphpar.errors import InternalError
 
-_STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+_STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "send": 1}
 
 
 def collective_us(kind: str, whole_bytes: int, ranks: int, link: Link) -> float:
@@ -20,7 +21,7 @@ def collective_us(kind: str, whole_bytes: int, ranks: int, link: Link) -> float:
     if ranks == 1:
         return 0.0
     steps = _STEPS[kind] * (ranks - 1)
-    step_bytes = whole_bytes / ranks
+    step_bytes = whole_bytes / (1 if kind == "send" else ranks)
     if kind == "all_to_all":
         step_bytes /= ranks
     return min(

@@ -24,8 +24,11 @@ from torch._C._distributed_c10d import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
+from torch.utils.weak import WeakIdKeyDictionary
 
+from graphpar.cost.backward import backward_kernels, leading_to, loss_values
 from graphpar.cost.kernels import Kernel, KernelRecorder
+from graphpar.cost.links import linked
 from graphpar.errors import InternalError
 from graphpar.program import (
     MESH_DIM,
@@ -56,8 +59,8 @@ class Step:
     ``reads`` are the storages of its arguments, ``results`` those of its results and ``saves``
     those that autograd keeps for it, in order. ``identity``: it gives the very tensor that it
     got. ``until_saved`` is how many of its kernels run before autograd has the last tensor that it
-    saves (-1: it saves none). ``inner_bytes`` is what a called block keeps beside
-    its arguments and results.
+    saves (-1: it saves none). ``backward`` are the kernels of its backward, if they were asked for.
+    ``inner_bytes`` is what a called block keeps beside its arguments and results.
     """
 
     node: fx.Node
@@ -67,6 +70,7 @@ class Step:
     saves: tuple[int, ...] = ()
     identity: bool = False
     until_saved: int = -1
+    backward: tuple[Kernel, ...] = ()
     block: GraphRun | None = None
 
     @property
@@ -102,6 +106,12 @@ class GraphRun:
             yield from step.kernels if step.block is None else step.block.kernels
 
     @property
+    def backward(self) -> Iterator[Kernel]:
+        """The kernels of the backward, in order, those of called blocks too, replays left out."""
+        for step in reversed(self.steps):
+            yield from step.backward if step.block is None else step.block.backward
+
+    @property
     def replayed(self) -> Iterator[Kernel]:
         """The kernels that backward runs again."""
         for region, steps in groupby(self.steps, lambda step: info(step.node).region):
@@ -130,12 +140,15 @@ def replayed_kernels(region: Sequence[Step], again: Collection[fx.Node]) -> Iter
         yield from region[end].kernels[: region[end].until_saved]
 
 
-def dry_run(program: Program, *, trained_inputs: Collection[str] | None = None) -> GraphRun:
+def dry_run(
+    program: Program, *, trained_inputs: Collection[str] | None = None, backward: bool = False
+) -> GraphRun:
     """Run the root of a program of form "whole" or "local" as rank 0, without memory.
 
     Inputs are contiguous; those named in ``trained_inputs`` (default: all of floating point) need
     a gradient. Tensors are fake ones on the devices of the program, so composite ops
-    take the path of that device.
+    take the path of that device. ``backward``: run the backward of each op that leads
+    to the loss too, for its kernels (see :func:`graphpar.cost.backward.loss_values`).
     """
     if program.form == "typed":
         raise InternalError("a program whose ops are not local cannot run")
@@ -145,7 +158,7 @@ def dry_run(program: Program, *, trained_inputs: Collection[str] | None = None) 
         torch.enable_grad(),
         FakeTensorMode(),
     ):
-        run = _Runner(program, group)
+        run = _Runner(program, group, backward)
         inputs = [run.tensor(node, trained_inputs) for node in placeholders(program.graph)]
         return run.graph(program.graph, "", inputs)[0]
 
@@ -198,12 +211,14 @@ class _Storages:
 
 
 class _Runner:
-    def __init__(self, program: Program, group: str) -> None:
-        self.program, self.group = program, group
+    def __init__(self, program: Program, group: str, backward: bool) -> None:
+        self.program, self.group, self.backward = program, group, backward
         self.ranks = program.ranks if program.form == "local" else 1
         self.state: dict[str, Tensor] = {}
         self._resident: dict[int, Any] = {}
         self._blocks: dict[Hashable, tuple[GraphRun, list[Any]]] = {}
+        self._used = WeakIdKeyDictionary()
+        self._leading = leading_to(loss_values(program.graph)) if backward else set()
 
     def tensor(self, node: fx.Node, trained: Collection[str] | None) -> Any:
         spec = info(node).spec
@@ -282,14 +297,17 @@ class _Runner:
         recorder = KernelRecorder()
         with recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             env[node] = target(*args, **kwargs)
-        results = tuple(storages.number(x, node) for x in _tensors(env[node]))
+        back: tuple[Kernel, ...] = ()
+        if self.backward and (node.graph is not self.program.graph or node in self._leading):
+            back = backward_kernels(target, args, kwargs, self._used)
         step = Step(
             node=node,
             kernels=tuple(recorder.kernels),
             reads=reads,
-            results=results,
+            results=tuple(storages.number(x, node) for x in _tensors(env[node])),
             identity=any(env[node] is x for x in _tensors((args, kwargs))),
             until_saved=until_saved,
+            backward=back,
         )
         return step, kept
 
@@ -306,7 +324,7 @@ class _Runner:
             self._blocks[key] = run, [_detached(v) for v in values]
         run, forms = self._blocks[key]
         mine = dict(zip(run.inputs, args, strict=True))
-        results = _linked(run, mine, forms)
+        results = linked(run.outputs, mine, forms)
         own = {n: storages.number(x) for n, x in mine.items() if n is not None}
         for number, value in zip(run.outputs, results, strict=True):
             if number is not None:
@@ -346,51 +364,3 @@ def _form(args: Sequence[Any], reads: Sequence[int]) -> Hashable:
 
 def _detached(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
-_Made = list[tuple[Tensor, bool]]
-
-
-class _Link(torch.autograd.Function):
-    """Makes the results of a block's call, so that what leads to its arguments is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], _Made], *args: Any) -> tuple[Tensor, ...]:
-        made = make()
-        ctx.mark_non_differentiable(*(x for x, grad in made if not grad))
-        return tuple(x for x, _ in made)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise InternalError("a call's results have no gradient")
-
-
-def _linked(run: GraphRun, mine: dict[int | None, Any], forms: Sequence[Any]) -> list[Any]:
-    """Tensors of the results' forms, in the memory of arguments or of each other as in ``run``."""
-    results = list(forms)
-    fresh: list[int] = []
-    for place, (number, form) in enumerate(zip(run.outputs, forms, strict=True)):
-        if number in mine:
-            base = mine[number]
-            results[place] = base.as_strided(form.shape, form.stride(), form.storage_offset())
-        elif number is not None:
-            fresh.append(place)
-
-    def make() -> _Made:
-        bases: dict[int | None, Tensor] = {}
-        made = []
-        for place in fresh:
-            form, number = forms[place], run.outputs[place]
-            if number not in bases:
-                nbytes = form.untyped_storage().nbytes()
-                bases[number] = torch.empty(nbytes, dtype=torch.uint8, device=form.device)
-            flat = bases[number].view(form.dtype) if form.dtype != torch.uint8 else bases[number]
-            view = flat.as_strided(form.shape, form.stride(), form.storage_offset())
-            made.append((view, form.requires_grad))
-        return made
-
-    anchor = torch.empty(0, requires_grad=True)
-    values = _Link.apply(make, anchor, *(x for x in mine.values() if isinstance(x, Tensor)))  # type: ignore[no-untyped-call]
-    for place, value in zip(fresh, values, strict=True):
-        results[place] = value
-    return results

@@ -35,6 +35,7 @@ class Hardware:
 
     ``flops_per_us`` is the peak rate of dense matrix products by dtype, ``matmul_share`` the share
     of it that the best products reach, ``launch_us`` the least time between two kernels.
+    ``multiprocessors`` work on tiles of a product at once (0: it is not cut into tiles).
     ``sources`` says for every field where its figure comes from.
     """
 
@@ -46,12 +47,24 @@ class Hardware:
     launch_us: float
     nvlink: Link
     network: Link
+    multiprocessors: int = 0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_rate(self, dtype: torch.dtype) -> float:
         """FLOPs per microsecond of products of ``dtype``; of an unknown one, those of float32."""
         rate = self.flops_per_us.get(dtype, self.flops_per_us[torch.float32])
         return rate * self.matmul_share
+
+    def tile_share(self, tiles: int) -> float:
+        """The share of the multiprocessors that work on a product of so many tiles, on average.
+
+        Each takes one tile at a time, so the last wave may leave most of them idle. Below one wave
+        libraries take smaller tiles or split sums: 1.
+        """
+        at_once = self.multiprocessors
+        if not at_once or tiles <= at_once:
+            return 1.0
+        return tiles / (-(-tiles // at_once) * at_once)
 
 
 def _link(gb_per_s: float, steps_us: tuple[float, float, float]) -> Link:
@@ -78,6 +91,7 @@ def _gpu(
     share: float,
     tb_per_s: float,
     mib: int,
+    multiprocessors: int,
     nvlink_gb_per_s: float,
     network_gb_per_s: float,
     sheet: str,
@@ -91,6 +105,7 @@ def _gpu(
         memory_bytes_per_us=tb_per_s * 1e6,
         memory_bytes=mib * MIB,
         launch_us=4.0,
+        multiprocessors=multiprocessors,
         nvlink=_link(nvlink_gb_per_s, _NVLINK_STEPS_US),
         network=_link(network_gb_per_s, _NETWORK_STEPS_US),
         sources={
@@ -99,6 +114,8 @@ def _gpu(
             "memory_bytes_per_us": sheet,
             "memory_bytes": "total memory as nvidia-smi reports it",
             "launch_us": _LAUNCH,
+            "multiprocessors": f"{sheet}; tiles of 256 x 128 in waves: NVIDIA, Matrix "
+            "Multiplication Background User's Guide, sections 2.3 and 3.2",
             "nvlink": f"{sheet}, half of the sum of both directions, at the 80% that nccl-tests "
             f"reach on eight A100 (about 240 of 300 GB/s); {_NCCL}",
             "network": f"{system}, one adapter per GPU; {_NCCL}",
@@ -130,6 +147,7 @@ HARDWARE: Mapping[str, Hardware] = {
             share=271.2 / 312,
             tb_per_s=1.555,
             mib=40960,
+            multiprocessors=108,
             nvlink_gb_per_s=240,
             network_gb_per_s=25,
             sheet="NVIDIA A100 data sheet, SXM4 40GB",
@@ -142,6 +160,7 @@ HARDWARE: Mapping[str, Hardware] = {
             share=271.2 / 312,
             tb_per_s=2.039,
             mib=81920,
+            multiprocessors=108,
             nvlink_gb_per_s=240,
             network_gb_per_s=25,
             sheet="NVIDIA A100 data sheet, SXM4 80GB",
@@ -154,6 +173,7 @@ HARDWARE: Mapping[str, Hardware] = {
             share=794.5 / 989,
             tb_per_s=3.35,
             mib=81559,
+            multiprocessors=132,
             nvlink_gb_per_s=360,
             network_gb_per_s=50,
             sheet="NVIDIA H100 data sheet, SXM5 80GB",
@@ -166,6 +186,7 @@ HARDWARE: Mapping[str, Hardware] = {
             share=794.5 / 989,
             tb_per_s=4.8,
             mib=143771,
+            multiprocessors=132,
             nvlink_gb_per_s=360,
             network_gb_per_s=50,
             sheet="NVIDIA H200 data sheet, SXM5 141GB",

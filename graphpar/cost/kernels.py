@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,8 @@ _COLLECTIVES = {
     "all_to_all_single": "all_to_all",
 }
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "set_"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+TILE = 256, 128
 _LOOKUPS = {"embedding", "index_select", "gather", "index", "take"}
 
 
@@ -39,17 +42,22 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 class Kernel:
     """One kernel on one rank, or one collective.
 
-    ``bytes_moved`` is what it reads and writes of memory. A collective has its name, the number of
-    ``ranks`` and the bytes of the whole tensor.
+    ``bytes_moved`` is what it reads and writes of memory, ``tiles`` how many a matrix product's
+    result consists of. A collective has its name, the number of
+    ``ranks``, their distance (``stride``), the bytes of the whole tensor, and how many of the
+    kernels that follow run before it is waited for (``overlaps``).
     """
 
     op: str
     dtype: torch.dtype = torch.float32
     flops: int = 0
     bytes_moved: int = 0
+    tiles: int = 0
     collective: str = ""
     ranks: int = 1
+    stride: int = 1
     whole_bytes: int = 0
+    overlaps: int = 0
 
 
 def touched_bytes(x: Tensor) -> int:
@@ -70,6 +78,7 @@ class KernelRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
+        self._pending: dict[int, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -80,10 +89,20 @@ class KernelRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = call(func, args, kwargs)
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._wait(args[0])
         kernel = kernel_of(func, args, kwargs, result)
         if kernel is not None:
+            if kernel.collective:
+                self._pending[result.untyped_storage()._cdata] = len(self.kernels)
             self.kernels.append(kernel)
         return result
+
+    def _wait(self, x: Tensor) -> None:
+        place = self._pending.pop(x.untyped_storage()._cdata, None)
+        if place is not None:
+            behind = len(self.kernels) - 1 - place
+            self.kernels[place] = replace(self.kernels[place], overlaps=behind)
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,7 +165,15 @@ def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
     formula = flop_registry.get(func._overloadpacket) or _MORE_FLOPS.get(func._overloadpacket)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     dtype = next((x.dtype for x in given if x.is_floating_point()), made[0].dtype)
-    return Kernel(op=label, dtype=dtype, flops=flops, bytes_moved=read + written)
+    tiles = _tiles(made[0]) if name in _PRODUCTS else 0
+    return Kernel(op=label, dtype=dtype, flops=flops, bytes_moved=read + written, tiles=tiles)
+
+
+def _tiles(product: Tensor) -> int:
+    """The tiles of matrices [..., m, n], the better way round."""
+    *batch, m, n = product.shape
+    ways = (TILE, TILE[::-1])
+    return math.prod(batch) * min(-(-m // rows) * -(-n // columns) for rows, columns in ways)
 
 
 def _group_size(name: str) -> int:

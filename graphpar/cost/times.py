@@ -28,11 +28,28 @@ def total_us(times: Times, kernels: Iterable[Kernel]) -> float:
     return sum(map(times.kernel_us, kernels))
 
 
+def elapsed_us(times: Times, kernels: Iterable[Kernel]) -> float:
+    """The same with collectives beside kernels: these queue on one stream, collectives on another,
+    and what comes after the kernels that a collective overlaps waits for it."""
+    compute_us = link_us = 0.0
+    due: list[tuple[int, float]] = []
+    for place, kernel in enumerate(kernels):
+        for ready in [each for each in due if each[0] <= place]:
+            compute_us = max(compute_us, ready[1])
+            due.remove(ready)
+        if kernel.collective:
+            link_us = max(compute_us, link_us) + times.kernel_us(kernel)
+            due.append((place + 1 + kernel.overlaps, link_us))
+        else:
+            compute_us += times.kernel_us(kernel)
+    return max([compute_us, *(end for _, end in due)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
     """The greater of arithmetic and memory traffic, at least a launch (Williams et al. 2009).
 
-    A collective runs over NVLink up to ``node_ranks`` ranks, else over the network.
+    A collective runs over NVLink where its ranks are within ``node_ranks``, else over the network.
     """
 
     hardware: Hardware
@@ -45,9 +62,11 @@ class Roofline:
     def kernel_us(self, kernel: Kernel) -> float:
         device = self.hardware
         if kernel.collective:
-            link = device.nvlink if kernel.ranks <= self.node_ranks else device.network
+            near = kernel.ranks * kernel.stride <= self.node_ranks
+            link = device.nvlink if near else device.network
             return collective_us(kernel.collective, kernel.whole_bytes, kernel.ranks, link)
-        arithmetic = kernel.flops / device.flops_rate(kernel.dtype)
+        rate = device.flops_rate(kernel.dtype) * device.tile_share(kernel.tiles)
+        arithmetic = kernel.flops / rate
         traffic = kernel.bytes_moved / device.memory_bytes_per_us
         return max(arithmetic, traffic, device.launch_us)
 

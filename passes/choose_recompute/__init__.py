@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,20 +9,26 @@ from typing import Any, Literal
 from torch import fx
 
 from graphpar.cost import Roofline, Times, dry_run, find_hardware
-from graphpar.errors import GraphparWarning, InputError
+from graphpar.errors import InputError
 from graphpar.passes.choose_recompute.blocks import BlockPlan, Curve
-from graphpar.passes.choose_recompute.budget import format_bytes, parse_bytes
+from graphpar.passes.choose_recompute.budget import parse_bytes
 from graphpar.passes.choose_recompute.calls import Calls
-from graphpar.passes.choose_recompute.mix import choose_counts, least_bytes, plans_of
+from graphpar.passes.choose_recompute.fit import Plans, fit_plans
 from graphpar.passes.choose_recompute.report import RecomputeReport, plan_report
 from graphpar.program import Program, annotate, copy_graph
 
-__all__ = ["MODES", "ChooseRecompute", "RecomputeReport", "choose_recompute", "parse_bytes"]
+__all__ = [
+    "MODES",
+    "ChooseRecompute",
+    "RecomputeReport",
+    "choose_recompute",
+    "mark_plans",
+    "parse_bytes",
+    "report_plans",
+]
 
 MODES = ("none", "selective", "full", "auto")
 SELECTIVE_SHARE = 0.05
-Plans = dict[str, BlockPlan]
-"""The plan of each called path; ``""`` is the root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +72,9 @@ def choose_recompute(program: Program, options: ChooseRecompute = ChooseRecomput
         alone = calls.names == [""]  # without a block, the whole is one
         plans = calls.uniform(lambda name, curve: pick(curve) if name or alone else curve.none)
     elif options.budget_bytes is not None:
-        plans, bound_us = _fit(calls, options.budget_bytes, must=options.must_fit)
-    report = _report(calls, plans, options, bound_us if options.mode == "auto" else None)
-    return _marked(program, plans, {**program.report, "recompute": report})
+        plans, bound_us = fit_plans(calls, options.budget_bytes, must=options.must_fit)
+    report = report_plans(calls, plans, options, bound_us if options.mode == "auto" else None)
+    return mark_plans(program, plans, {**program.report, "recompute": report})
 
 
 def _full(curve: Curve) -> BlockPlan:
@@ -81,70 +86,16 @@ def _selective(curve: Curve) -> BlockPlan:
     return [p for p in (curve.none, *curve.plans) if p.replay_us <= limit_us][-1]
 
 
-def _fit(calls: Calls, budget_bytes: int, *, must: bool) -> tuple[Plans, float]:
-    """The fastest plans in the budget, and a bound on the time of any."""
-    none = calls.none()
-    available = budget_bytes - calls.state_bytes
-    if calls.total_bytes(none) <= available:
-        return none, 0.0
-    offset = calls.total_bytes(none) - calls.linear_bytes(none)
-    limit = available - offset
-    for _ in range(20):
-        counts = choose_counts(calls.groups, limit) if limit > 0 else None
-        if counts is None:
-            break
-        plans = calls.assigned([plans_of(g, c) for g, c in zip(calls.groups, counts, strict=True)])
-        excess = calls.total_bytes(plans) - available
-        if excess <= 0:
-            plans = _refined(calls, plans, available)
-            return plans, calls.bound_us(available - offset - calls.transient_bytes(plans))
-        limit -= excess
-    counts = least_bytes(calls.groups)[1]
-    least = calls.assigned([plans_of(g, c) for g, c in zip(calls.groups, counts, strict=True)])
-    needed = calls.total_bytes(least)
-    if needed <= available:
-        return least, calls.bound_us(available - offset - calls.transient_bytes(least))
-    message = (
-        f"memory_budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: "
-        f"the least that works is {needed + calls.state_bytes} bytes "
-        f"({format_bytes(needed + calls.state_bytes)})"
-    )
-    if not must:
-        warnings.warn(f"{message}, which is taken", GraphparWarning, stacklevel=2)
-        return least, 0.0
-    error = InputError(message)
-    error.add_note(
-        f"parameters, gradients and AdamW's moments take {calls.state_bytes} bytes of it; "
-        f"autograd keeps {needed} with all recomputation, {calls.total_bytes(none)} with none"
-    )
-    raise error
-
-
-def _refined(calls: Calls, plans: Plans, available: int) -> Plans:
-    """One call of each block gets a plan between the vertices, for the bytes that are left."""
-    for group, name in zip(calls.groups, calls.names, strict=True):
-        if group.repeats > 1:
-            continue
-        path = max(calls.paths[name], key=lambda p: plans[p].replay_us)
-        left = available - calls.total_bytes(plans)
-        have = group.curve.problem_bytes(plans[path])
-        better = group.curve.within(have + left) if plans[path].replay else None
-        if better is not None and better.replay_us < plans[path].replay_us:
-            changed = {**plans, path: better}
-            if calls.total_bytes(changed) <= available:
-                plans = changed
-    return plans
-
-
-def _marked(program: Program, plans: Plans, report: Mapping[str, Any]) -> Program:
+def mark_plans(program: Program, plans: Plans, report: Mapping[str, Any]) -> Program:
     """The program with a block for each plan, whose nodes are marked."""
     graphs: dict[str, fx.Graph] = {}
+    used = {node.name for _, graph in program.graphs() for node in graph.nodes}
     names: dict[tuple[str, BlockPlan], str] = {}
     targets: dict[str, str] = {}
     for path, block in program.calls.items():
         key = block, plans[path]
         if key not in names:
-            taken = graphs.keys() | program.blocks.keys()
+            taken = used | graphs.keys() | program.blocks.keys()
             names[key] = block if block not in graphs else _unique(block, taken)
             graphs[names[key]] = _with_marks(program.blocks[block], plans[path])
         targets[path] = names[key]
@@ -166,9 +117,10 @@ def _with_marks(graph: fx.Graph, plan: BlockPlan) -> fx.Graph:
     return new
 
 
-def _report(
+def report_plans(
     calls: Calls, plans: Plans, options: ChooseRecompute, bound_us: float | None
 ) -> RecomputeReport:
+    """``bound_us``: no plans as small take less; ``None`` if none is known."""
     rows: dict[tuple[str, int], list[str]] = {}
     for path, plan in plans.items():
         rows.setdefault((calls.block(path), id(plan)), []).append(path)

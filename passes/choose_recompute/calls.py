@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from graphpar.cost import GraphRun, Step, Times, total_us
+from graphpar.cost import GraphRun, Step, Times, total_us, training_nbytes
 from graphpar.passes.apply_recompute import graph_runs
 from graphpar.passes.choose_recompute.blocks import BlockPlan, Curve, curve_of
 from graphpar.passes.choose_recompute.mix import Group, time_bound
-from graphpar.program import Program, State
-from graphpar.types import local_shape
-
-_STATE_TIMES = 4
-"""A parameter, its gradient and AdamW's two moments, all in its dtype."""
+from graphpar.program import Program
 
 
 class Calls:
     """The calls of a program's blocks, and its root, with the curve of each distinct graph.
 
     ``names`` are the graphs in the order of ``groups``; ``paths`` maps each to the called paths
-    (of the root: ``""``).
+    (of the root: ``""``). ``run`` may be a part of the program's: a pipeline stage, which keeps
+    what ``in_flight`` microbatches need; ``state_bytes`` is then that of the stage. ``curves`` are
+    those of blocks found before, and gets those found now.
     """
 
-    def __init__(self, program: Program, run: GraphRun, times: Times) -> None:
-        self.run = run
-        self.state_bytes = sum(_state_bytes(s, program.ranks) for s in program.state.values())
+    def __init__(
+        self,
+        program: Program,
+        run: GraphRun,
+        times: Times,
+        *,
+        state_bytes: int | None = None,
+        in_flight: float = 1.0,
+        curves: dict[Hashable, Curve] | None = None,
+    ) -> None:
+        self.run, self.in_flight = run, in_flight
+        self._curves = {} if curves is None else curves
+        if state_bytes is None:
+            states = program.state.values()
+            state_bytes = sum(training_nbytes(s, program.ranks) for s in states)
+        self.state_bytes = state_bytes
         self.forward_us = total_us(times, run.kernels)
         self._block = {"": "", **program.calls}
         self._steps: dict[str, list[Step]] = {}
@@ -47,23 +59,26 @@ class Calls:
     def _group(self, name: str, run: GraphRun, times: Times) -> tuple[Group, int]:
         if not name:
             curve = curve_of(run, times)
-            kept = tuple(self._bytes(self._root_own(plan)) for plan in curve.plans)
-            fixed = kept[0] - curve.problem_bytes(curve.plans[0])
-            return Group(curve=curve, calls=1, plan_bytes=kept), fixed
+            own = [self._bytes(self._root_own(plan)) for plan in curve.plans]
+            fixed = own[0] - curve.problem_bytes(curve.plans[0])
+            return Group(curve=curve, calls=1, plan_bytes=tuple(map(self._held, own))), fixed
         steps = [step for path in self.paths[name] for step in self._steps[path]]
         share = _shares(run, steps)
-        curve = curve_of(run, times, share)
+        key = name, tuple(share)
+        if key not in self._curves:
+            self._curves[key] = curve_of(run, times, share)
+        curve = self._curves[key]
         parts = dict(zip(run.inputs, share, strict=True))
         repeats = max(len(self._steps[path]) for path in self.paths[name])
         units = len(self.paths[name])
         if repeats > 1:  # one plan for all
             repeats, units = len(steps), 1
-        kept = tuple(
-            repeats
-            * (p.inner_bytes + sum(int(run.storages[s].nbytes * parts.get(s, 1)) for s in p.edge))
-            for p in curve.plans
-        )
-        return Group(curve=curve, calls=units, plan_bytes=kept, repeats=repeats), 0
+        kept = []
+        for plan in curve.plans:
+            edge = sum(int(run.storages[s].nbytes * parts.get(s, 1)) for s in plan.edge)
+            kept.append(self._held(repeats * (plan.inner_bytes + edge)))
+        group = Group(curve=curve, calls=units, plan_bytes=tuple(kept), repeats=repeats)
+        return group, 0
 
     def block(self, path: str) -> str:
         return self._block[path]
@@ -94,7 +109,7 @@ class Calls:
 
     def bound_us(self, kept_bytes: int) -> float:
         """No plans at all that keep ``kept_bytes`` have less replay time."""
-        return time_bound(self.groups, self.fixed_bytes, kept_bytes)
+        return time_bound(self.groups, self.fixed_bytes, int(kept_bytes / self.in_flight))
 
     # --- bytes ---
 
@@ -106,7 +121,7 @@ class Calls:
             for step in self._steps.get(path, ()):
                 inner += plan.inner_bytes
                 kept |= self._edges(step, plan)
-        return inner + self._bytes(kept) + self.transient_bytes(plans)
+        return self._held(inner + self._bytes(kept)) + self.transient_bytes(plans)
 
     def linear_bytes(self, plans: Mapping[str, BlockPlan]) -> int:
         """The same as a sum over groups, for a program without recomputation."""
@@ -115,6 +130,10 @@ class Calls:
     @staticmethod
     def transient_bytes(plans: Mapping[str, BlockPlan]) -> int:
         return max(plan.transient_bytes for plan in plans.values())
+
+    def _held(self, nbytes: int) -> int:
+        """What all microbatches in flight keep, where one keeps ``nbytes``."""
+        return nbytes if self.in_flight == 1 else math.ceil(self.in_flight * nbytes)
 
     def _bytes(self, numbers: set[int]) -> int:
         return sum(self.run.storages[n].nbytes for n in numbers)
@@ -151,11 +170,3 @@ def _shares(run: GraphRun, steps: Sequence[Step]) -> list[float]:
     for place, i in enumerate(tensors):
         shares[i] = len({step.reads[place] for step in steps}) / len(steps)
     return shares
-
-
-def _state_bytes(state: State, ranks: int) -> int:
-    numel = 1
-    for size in local_shape(state.spec.shape, state.type, 0, ranks):
-        numel *= size
-    trained = state.kind == "parameter" and state.spec.differentiable
-    return numel * state.spec.dtype.itemsize * (_STATE_TIMES if trained else 1)

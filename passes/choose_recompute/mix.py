@@ -65,7 +65,7 @@ def choose_counts(groups: Sequence[Group], budget_bytes: int) -> Counts | None:
         constraints=LinearConstraint(np.array(rows), lb=np.array(low), ub=np.array(high)),
         bounds=Bounds(0, np.array([*calls, *([1.0] * n), np.inf])),
         integrality=np.array([*([1] * (2 * n)), 0]),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, "presolve": False},  # HiGHS prints where it undoes presolve
     )
     if found.x is None:
         return None

@@ -142,3 +142,8 @@ def pruned() -> Call:
 
 def projected() -> Call:
     return Speller(16), (torch.randn(3, 4, 8),), {}
+
+
+def layers() -> Call:
+    """Four equal layers."""
+    return nn.Sequential(*(Layer() for _ in range(4))), (torch.randn(2, 4, 8),), {}

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("passes",),
     ("pipeline",),
     ("mesh", "state", "runtime", "memory", "parallel_module", "api", "testing"),
-    ("checkpoint", "weights"),
+    ("checkpoint", "weights", "plan"),
     ("__init__",),
     ("cli", "__main__"),
 )

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
-FILE = Path(__file__).parents[2] / "examples" / "paper_gpt.py"
+from tests.unit.paper import paper
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("paper_gpt", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["paper_gpt"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-paper = load()
 CASES = [(name, row, rng) for name in paper.SIZES for row in range(6) for rng in (True, False)]
 
 QUICK = [*(("22b", row, True) for row in range(6)), *((name, 4, False) for name in paper.SIZES)]
