@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -51,34 +50,53 @@ def lower_recurrences(program: Program, options: LowerRecurrences = LowerRecurre
         raise InputError(f"sparse_rnn must be one of {known}, not {options.sparse_rnn!r}")
     graph, _ = copy_graph(program.graph)
     known_values = StateValues(program, options.weights or {})
-    decisions: dict[str, Decision] = {}
-    changed = _lower_layers(graph, known_values, options, decisions)
-    changed |= _roll_loops(program, graph, known_values, options, decisions)
-    if not decisions:
+    found = _Found()
+    _lower_layers(graph, known_values, options, found)
+    _roll_loops(program, graph, known_values, options, found)
+    if not found.decisions:
         return program
-    report = {**program.report, "sparse_rnn": decisions}
-    return program.with_graphs({"": graph} if changed else {}, report=report)
+    report = {**program.report, "sparse_rnn": found.in_order(graph)}
+    return program.with_graphs({"": graph} if found.ops else {}, report=report)
+
+
+class _Found:
+    """Decisions by name, and the ops of those that are lowered."""
+
+    def __init__(self) -> None:
+        self.decisions: dict[str, Decision] = {}
+        self.ops: dict[str, fx.Node] = {}
+
+    def add(self, name: str, parts: Mapping[str, Decision], ops: Sequence[fx.Node]) -> None:
+        following, found, number = iter(ops), name, 2
+        while any(key == found or key.startswith(f"{found} ") for key in self.decisions):
+            number, found = number + 1, f"{name}@{number}"  # a module that is called again
+        for part, decision in parts.items():
+            key = f"{found} {part}" if part else found
+            self.decisions[key] = decision
+            if decision.lowered:
+                self.ops[key] = next(following)
+
+    def in_order(self, graph: fx.Graph) -> dict[str, Decision]:
+        """The decisions, those of ops in the order of the graph."""
+        places = {node: place for place, node in enumerate(graph.nodes)}
+        lowered = iter(sorted(self.ops, key=lambda name: places[self.ops[name]]))
+        names = [next(lowered) if d.lowered else name for name, d in self.decisions.items()]
+        return {name: self.decisions[name] for name in names}
 
 
 def _lower_layers(
-    graph: fx.Graph,
-    known: StateValues,
-    options: LowerRecurrences,
-    decisions: dict[str, Decision],
-) -> bool:
-    changed = False
+    graph: fx.Graph, known: StateValues, options: LowerRecurrences, found: _Found
+) -> None:
     for node in [n for n in graph.nodes if n.target in CELLS or n.target in PACKED]:
-        name = _unique(info(node).source.module or CELLS.get(node.target, "recurrence"), decisions)
+        name = info(node).source.module or CELLS.get(node.target, "recurrence")
         if node.target in PACKED:
-            decisions[name] = Decision(False, "packed sequences stay as they are")
+            found.add(name, {"": Decision(False, "packed sequences stay as they are")}, [])
             continue
         layers = Layers(graph, node)
         chosen = layers.decide(options.sparse_rnn, options.model, known)
-        decisions |= {f"{name} {part}": each for part, each in chosen.items()}
         if any(each.lowered for each in chosen.values()):
             layers.run(list(chosen.values()))
-            changed = True
-    return changed
+        found.add(name, chosen, layers.emit.ops)
 
 
 def _roll_loops(
@@ -86,17 +104,17 @@ def _roll_loops(
     graph: fx.Graph,
     known: StateValues,
     options: LowerRecurrences,
-    decisions: dict[str, Decision],
-) -> bool:
+    found: _Found,
+) -> None:
     """One loop at a time: where one became an op, others read its result."""
-    seen, changed = set[fx.Node](), False
+    seen = set[fx.Node]()
     while True:
         loops = find_loops(program, graph)
         loop = next((each for each in loops if each.last.h not in seen), None)
         if loop is None:
-            return changed
+            return
         seen.add(loop.last.h)
-        decision = roll(
+        decision, ops = roll(
             graph,
             loop,
             known,
@@ -104,14 +122,4 @@ def _roll_loops(
             model=options.model,
             draws_in_order=options.draws_in_order,
         )
-        name = _unique(loop.name, decisions)
-        decisions[f"{name} {len(loop.links)} steps"] = decision
-        changed |= decision.lowered
-
-
-def _unique(name: str, taken: Mapping[str, Any]) -> str:
-    """``name``, numbered if it is a prefix in ``taken`` (a module that is called again)."""
-    number, found = 2, name
-    while any(key == found or key.startswith(f"{found} ") for key in taken):
-        number, found = number + 1, f"{name}@{number}"
-    return found
+        found.add(loop.name, {f"{len(loop.links)} steps": decision}, ops)

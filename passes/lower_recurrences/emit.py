@@ -18,12 +18,13 @@ aten = torch.ops.aten
 class Emitter:
     """Adds nodes at the insertion point of ``graph``, with the provenance of ``like``.
 
-    ``made``: what was added, in order.
+    ``made``: what was added, in order. ``ops``: the recurrences among it.
     """
 
     def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
         self.graph, self.like = graph, like
         self.made: list[fx.Node] = []
+        self.ops: list[fx.Node] = []
 
     def __call__(self, target: Any, *args: Any) -> fx.Node:
         spec, name = _result(target, args), target.__name__.split(".")[0]
@@ -48,6 +49,7 @@ class Emitter:
         op = torch.ops.graphpar_rnn.sparse_rnn.default
         c = states[1] if len(states) > 1 else None
         value = self(op, gates, weight, bias, projection, states[0], c, cell, reverse)
+        self.ops.append(value)
         return [self.item(value, i) for i in range(len(states) + 1)]
 
     def discard(self) -> None:

@@ -31,16 +31,16 @@ def roll(
     mode: bool | str,
     model: CpuModel,
     draws_in_order: bool,
-) -> Decision:
-    """Make an op of a loop, in place, if it can be one and that is faster."""
+) -> tuple[Decision, list[fx.Node]]:
+    """Make an op of a loop, in place, if it can be one and that is faster; returns it too."""
     if loop.fault:
-        return Decision(False, loop.fault)
+        return Decision(False, loop.fault), []
     rolled = _Roll(graph, loop)
     fault = rolled.fault()
     if not fault and draws_in_order and rolled.draws_move():
         fault = "it would draw random numbers in another order"
     if fault:
-        return Decision(False, fault)
+        return Decision(False, fault), []
     with graph.inserting_before(loop.last.h):
         weight = rolled.weight()
         spec = tensor_spec(loop.last.h)
@@ -59,7 +59,7 @@ def roll(
     rolled.emit.discard()
     if decision.lowered:
         reorder(graph)
-    return decision
+    return decision, rolled.emit.ops
 
 
 class _Roll:

@@ -389,3 +389,21 @@ def test_a_state_that_two_loops_go_on_from() -> None:
     program = rolled(Net(), x_of(4))
     assert ops(program).count(SPARSE) == 2
     assert list(decisions(program)) == ["cell 4 steps", "cell@3 2 steps"]
+
+
+def test_layers_and_loops_stand_in_the_order_of_the_graph() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.layer = nn.GRUCell(IN, HIDDEN), nn.GRU(HIDDEN, 5)
+
+        def forward(self, x: Tensor) -> Any:
+            h, states = x.new_zeros(x.shape[1], HIDDEN), []
+            for each in x:
+                h = self.cell(each, h)
+                states.append(h)
+            return self.layer(torch.stack(states))[0]
+
+    program = trace(Net(), (x_of(2),))
+    found = lower_recurrences(program, LowerRecurrences(sparse_rnn=True))
+    assert list(decisions(found)) == ["cell 2 steps", "layer layer 0"]
