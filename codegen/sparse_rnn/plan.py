@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +27,14 @@ REGISTER_WORDS: Mapping[int, Mapping[str, tuple[int, int]]] = {
 """By warps and cell, the most words of a thread that stay in registers over the time loop, for a
 batch of up to 4 and up to 8: found by compiling (``test_full_sizes``)."""
 SLOTS_PER_ROW = 32
-BATCH_PER_WORD = 4
 MAX_BATCH = 8
+Value = Literal["bf16", "fp16", "fp32"]
+COLUMNS: Mapping[Value, int] = {"bf16": 4, "fp16": 4, "fp32": 2}
+"""Batch columns that one gather of 64 bits serves, by the type of weights and states."""
+_BYTES: Mapping[Value, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOST_CHUNKS = 3
 _LEAST_CHUNK = 64
+_MOST_RECEIVED = 8  # elements of a piece that a thread receives
 _INSTRUCTIONS = 9  # of a warp for one non-zero and four batch columns
 _ISSUE = 4  # instructions a multiprocessor starts per clock
 _WAVEFRONTS = 2.3  # of a bank-aware gather of 64 bits
@@ -45,6 +50,7 @@ class Plan:
 
     Attributes:
         hidden, batch: of the recurrence; a launch takes at most ``MAX_BATCH`` columns.
+        value: type of weights and states.
         programs: blocks, each on a multiprocessor of its own.
         rows, slots: units of a block and slots of a row, at most, as powers of two.
         warps: of a block. ``depth``: KT, non-zeros per thread.
@@ -58,6 +64,7 @@ class Plan:
     device: Device
     hidden: int
     batch: int
+    value: Value
     programs: int
     rows: int
     slots: int
@@ -83,22 +90,33 @@ class Plan:
         return self.dense_us / self.step_us
 
 
-def chunks_of(elements: int) -> tuple[tuple[int, int], ...]:
-    """(start, size) of the pieces, powers of two, in which a block receives the elements."""
+def slices_of(batch: int) -> tuple[int, ...]:
+    """The batch columns of each launch, about equally many."""
+    launches = -(-batch // MAX_BATCH)
+    return tuple(batch // launches + (i < batch % launches) for i in range(launches))
+
+
+def chunks_of(elements: int, threads: int) -> tuple[tuple[int, int], ...]:
+    """(start, size) of the pieces, powers of two, in which a block receives the elements.
+
+    A thread holds all of a piece's words that it reads, before it waits for them: few, or they
+    take the registers of weights.
+    """
     size = -(-elements // _LEAST_CHUNK) * _LEAST_CHUNK
     while size.bit_count() > _MOST_CHUNKS:
         size += size & -size
-    found, start = [], 0
+    found, start, most = [], 0, _MOST_RECEIVED * threads
     for bit in range(size.bit_length() - 1, -1, -1):
-        if size >> bit & 1:
-            found.append((start, 1 << bit))
-            start += 1 << bit
+        piece = min(1 << bit, most)
+        for _ in range((size & 1 << bit) // piece):
+            found.append((start, piece))
+            start += piece
     return tuple(found)
 
 
 def states_length(elements: int) -> int:
     """The array of them in shared memory, whose length is a power of two."""
-    return power_of_two(sum(size for _, size in chunks_of(elements)))
+    return power_of_two(sum(size for _, size in chunks_of(elements, WARP)))
 
 
 def plan_kernel(
@@ -108,14 +126,14 @@ def plan_kernel(
     *,
     batch: int,
     device: Device,
-    value_bytes: int = 2,
+    value: Value = "bf16",
 ) -> Plan:
     """The plan with the least modelled time that fits on the device.
 
     Args:
         nonzeros: [gates, units], of each row.
         columns: of the matrix, the units that each step exchanges.
-        value_bytes: of a weight; with 4 its index takes a word of its own.
+        value: type of weights and states; the index of an fp32 weight takes a word of its own.
 
     Raises:
         CapacityError: nothing fits; the message says what would.
@@ -133,12 +151,10 @@ def plan_kernel(
         except CapacityError as error:
             lacks.append(str(error))
             continue
-        words = 1 if value_bytes == 2 else 2
-        columns_in_word = BATCH_PER_WORD if value_bytes == 2 else 2
-        passes = -(-min(batch, MAX_BATCH) // columns_in_word)
-        own = (
-            8 * passes * states_length(columns) + 8 * -(-min(batch, MAX_BATCH) // 2) * warps * WARP
-        )
+        words = 2 if value == "fp32" else 1
+        slices = slices_of(batch)
+        passes = -(-slices[0] // COLUMNS[value])
+        own = 8 * passes * states_length(columns) + 8 * -(-slices[0] // 2) * warps * WARP
         most = REGISTER_WORDS[warps][cell][min(passes, 2) - 1]
         in_registers = min(depth, most // words)
         room = max(0, device.shared_bytes - own) // (4 * words * warps * WARP)
@@ -151,14 +167,15 @@ def plan_kernel(
             )
             continue
         shared = depth - in_registers
-        parts = _parts_us(warps, depth, shared, passes, columns, batch, value_bytes, device)
-        dense_bytes = gates * count * columns * value_bytes
+        parts = _parts_us(warps, depth, shared * words, passes, columns, slices, value, device)
+        dense_bytes = gates * count * columns * _BYTES[value]
         plans.append(
             Plan(
                 cell_of(cell).name,
                 device,
                 count,
                 batch,
+                value,
                 programs,
                 power_of_two(units.shape[1]),
                 power_of_two(int((-(-counts // depth)).max(initial=1))),
@@ -182,20 +199,20 @@ def _parts_us(
     shared: int,
     passes: int,
     columns: int,
-    batch: int,
-    value_bytes: int,
+    slices: tuple[int, ...],
+    value: Value,
     device: Device,
 ) -> dict[str, float]:
     gathers = warps * depth * passes
     issue = gathers * _INSTRUCTIONS / _ISSUE
     banks = gathers * _WAVEFRONTS + warps * shared
-    volume = columns * batch * 2 * value_bytes  # each word carries its epoch
+    volume = columns * slices[0] * 2 * _BYTES[value]  # each word carries its epoch
     clocks = {
         "gather": max(issue, banks),
         "fixed": float(_FIXED_CLOCKS[warps] * passes),
         "exchange": _EXCHANGE_CLOCKS + volume / _L2_CLOCK_BYTES,
     }
-    return {name: value / device.clocks_per_us for name, value in clocks.items()}
+    return {name: len(slices) * c / device.clocks_per_us for name, c in clocks.items()}
 
 
 def _dense_us(nbytes: int, device: Device) -> float:

@@ -88,7 +88,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 def test_words_of_fp32_take_twice_the_room() -> None:
     rows = np.full((4, 2304), 460)
     half = plan_kernel("lstm", rows, 2304, batch=4, device=H200)
-    whole = plan_kernel("lstm", rows, 2304, batch=4, device=H200, value_bytes=4)
+    whole = plan_kernel("lstm", rows, 2304, batch=4, device=H200, value="fp32")
     assert whole.shared_words > half.shared_words
     assert whole.step_us > half.step_us
 
