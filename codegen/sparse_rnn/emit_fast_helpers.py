@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from graphpar.codegen.sparse_rnn.emit_common import GIVE_UP
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.codegen.sparse_rnn.plan import Value
+from graphpar.codegen.sparse_rnn.limits import Value
 
 IMPORTS = """\
 from triton.experimental import gluon

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from graphpar.codegen.sparse_rnn.cells import cell_of
-from graphpar.codegen.sparse_rnn.devices import WARP
+from graphpar.codegen.sparse_rnn.devices import WARP, Device
 from graphpar.codegen.sparse_rnn.emit_fast import constants
 from graphpar.codegen.sparse_rnn.emit_fast_parts import arguments
+from graphpar.codegen.sparse_rnn.exchange import TYPES, Exchange
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.limits import Value, slices_of
 from graphpar.codegen.sparse_rnn.operands import (
     RESULTS,
     backward_operands,
@@ -25,69 +26,12 @@ from graphpar.codegen.sparse_rnn.operands import (
     row_tables,
 )
 from graphpar.codegen.sparse_rnn.pack import pack, repack
-from graphpar.codegen.sparse_rnn.plan import Value, slices_of
+from graphpar.codegen.sparse_rnn.plan import Shape, plan_kernel
 from graphpar.codegen.sparse_rnn.spec import power_of_two
 from graphpar.errors import KernelError
 
 Launch = Callable[[FastSpec, int, Mapping[str, Any]], None]
 """Runs the kernel of a spec with so many blocks at once, on these arguments."""
-
-TYPES: Mapping[Value, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
-
-
-class Exchange:
-    """What the blocks of one kernel share.
-
-    ``clock``: int32, the epoch that the next launch starts with and the arrivals before it. Both
-    may wrap around: a launch overwrites all words, so that none keeps an epoch for so long.
-    """
-
-    def __init__(self, spec: FastSpec, device: torch.device) -> None:
-        self.spec = spec
-        self.words = torch.zeros(spec.words, dtype=torch.int64, device=device)
-        self.clock = torch.tensor([1, 0], dtype=torch.int32, device=device)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self.error = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def arguments(self) -> dict[str, Tensor]:
-        return {
-            "exchange_ptr": self.words,
-            "clock_ptr": self.clock,
-            "counter_ptr": self.counter,
-            "error_ptr": self.error,
-        }
-
-    def start(self, first: Tensor) -> None:
-        """Write what the first step receives, of ``first`` [B, N]."""
-        spec = self.spec
-        padded = F.pad(first, (0, 0, 0, spec.passes * spec.columns - spec.batch))
-        if spec.value == "fp32":
-            payloads = padded.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        else:
-            halves = padded.to(TYPES[spec.value]).view(torch.int16).to(torch.int64) & 0xFFFF
-            payloads = halves[::2] | (halves[1::2] << 16)
-        pairs = payloads.unflatten(0, (spec.passes, 2))  # passes, 2, N
-        if spec.sync == "counter":
-            words = pairs[:, 0] | (pairs[:, 1] << 32)
-        else:
-            words = pairs.transpose(1, 2) | (self.clock[0].to(torch.int64) << 32)
-        flat = words.reshape(-1)
-        self.words[: len(flat)] = flat
-
-    def advance(self, steps: int) -> None:
-        """After a launch: its epochs and arrivals are used up."""
-        self.clock[0] += steps + 1
-        self.clock[1] += steps * self.spec.programs
-
-    def check(self) -> None:
-        """Raise :class:`KernelError` if a block gave up; waits for the device."""
-        if int(self.error):
-            self.error.zero_()
-            raise KernelError("a block waited in vain for another one and gave up")
 
 
 class _Part:
@@ -97,20 +41,21 @@ class _Part:
         self,
         weight: Tensor,
         gates: int,
-        sizes: tuple[int, ...],
+        batch: int,
+        shape: Shape,
         *,
         programs: int,
-        warps: int,
-        shared_words: int,
         value: Value,
         **fixed: Any,
     ) -> None:
+        self.slices = slices_of(batch, shape.columns)
+        warps, shared_words = shape.warps, shape.shared_words
         self._packed = pack(
             weight, gates=gates, programs=programs, threads=WARP * warps, value_type=TYPES[value]
         )
         layout, device = self._packed.layout, weight.device
         self.specs = {
-            batch: FastSpec(
+            size: FastSpec(
                 programs=len(layout.units),
                 warps=warps,
                 register_words=max(layout.depth - shared_words, 0),
@@ -118,12 +63,12 @@ class _Part:
                 rows=power_of_two(layout.units.shape[1]),
                 slots=power_of_two(layout.slots.shape[2]),
                 value=value,
-                batch=batch,
+                batch=size,
                 **fixed,
             )
-            for batch in sizes
+            for size in set(self.slices)
         }
-        spec = self.specs[sizes[0]]
+        spec = self.specs[self.slices[0]]
         tables = row_tables(layout, gates, spec.rows, spec.slots)
         self._resident = {
             name: table.contiguous().to(device)
@@ -139,6 +84,13 @@ class _Part:
         if self._packed.values.dtype.itemsize == 2:
             return {"word_ptr": self._packed.words}
         return {"word_ptr": self._packed.columns, "value_ptr": self._packed.values}
+
+    def columns(self) -> Iterator[slice]:
+        """The batch columns of each launch."""
+        start = 0
+        for size in self.slices:
+            yield slice(start, start + size)
+            start += size
 
     def update(self, weight: Tensor) -> bool:
         if not repack(self._packed, weight.detach().cpu()):
@@ -162,12 +114,12 @@ class _Part:
 class Fast:
     """One layer and direction by the fast kernels, for batches of ``batch``.
 
-    A batch of more than ``MAX_BATCH`` columns runs in slices, one launch after another.
+    Larger batches than a launch takes run in slices, one launch after another.
 
     Args:
         weight: [G * H, H], rounded to ``value``.
-        programs, warps: blocks, and warps of each.
-        shared_words: of each thread's words, those in shared memory.
+        programs: blocks.
+        shape, backward: how the kernels are cut; backward's is forward's by default.
         value: type of the weights and of what blocks exchange.
         sync: see :class:`FastSpec`.
         save: keep what backward needs.
@@ -181,27 +133,54 @@ class Fast:
         *,
         launch: Launch,
         programs: int,
-        warps: int,
-        shared_words: int = 0,
+        shape: Shape,
+        backward: Shape | None = None,
         value: Value = "bf16",
         sync: str = "lamport",
         reverse: bool = False,
         save: bool = True,
     ) -> None:
         self.cell, self._launch = cell_of(cell), launch
-        self._slices = slices_of(batch)
         hidden = weight.shape[1]
         fixed: dict[str, Any] = {"cell_name": cell, "hidden": hidden, "sync": sync}
-        fixed |= {"reverse": reverse, "save": save, "value": value, "warps": warps}
-        fixed |= {"programs": min(programs, hidden), "shared_words": shared_words}
-        sizes = tuple(dict.fromkeys(self._slices))
-        self._forward = _Part(weight, self.cell.gates, sizes, part="forward", **fixed)
-        self._backward = _Part(weight.t().contiguous(), 1, sizes, part="backward", **fixed)
+        fixed |= {"reverse": reverse, "save": save, "value": value}
+        fixed |= {"programs": min(programs, hidden)}
+        self._forward = _Part(weight, self.cell.gates, batch, shape, part="forward", **fixed)
+        turned, other = weight.t().contiguous(), backward or shape
+        self._backward = _Part(turned, 1, batch, other, part="backward", **fixed) if save else None
+
+    @classmethod
+    def planned(
+        cls,
+        weight: Tensor,
+        cell: str,
+        batch: int,
+        *,
+        launch: Launch,
+        device: Device,
+        **options: Any,
+    ) -> Fast:
+        """The kernels with the least modelled time on a device; ``options`` as above.
+
+        Raises:
+            CapacityError: they do not fit; the message says what would.
+        """
+        nonzero = (weight != 0).cpu()
+        given: dict[str, Any] = {"batch": batch, "device": device}
+        given["value"] = options.get("value", "bf16")
+        rows = nonzero.sum(1).reshape(cell_of(cell).gates, -1).numpy()
+        plan = plan_kernel(cell, rows, weight.shape[1], **given)
+        backward = None
+        if options.get("save", True):
+            turned = nonzero.sum(0)[None].numpy()
+            backward = plan_kernel(cell, turned, len(weight), part="backward", **given).shape
+        shapes: dict[str, Any] = {"shape": plan.shape, "backward": backward}
+        return cls(weight, cell, batch, launch=launch, programs=plan.programs, **shapes, **options)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         parts = (self._forward, self._backward)
-        return tuple(each for part in parts for each in part.exchanges.values())
+        return tuple(e for part in parts if part is not None for e in part.exchanges.values())
 
     @property
     def specs(self) -> tuple[FastSpec, ...]:
@@ -209,7 +188,9 @@ class Fast:
 
     def update(self, weight: Tensor) -> bool:
         """Take the values of ``weight``; ``False`` if its pattern grew."""
-        return self._forward.update(weight) and self._backward.update(weight.t().contiguous())
+        if not self._forward.update(weight):
+            return False
+        return self._backward is None or self._backward.update(weight.t().contiguous())
 
     def check(self) -> None:
         """Whether a block gave up in a replayed graph, whose launches cannot ask.
@@ -225,7 +206,7 @@ class Fast:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Reference.forward`, for float32 operands."""
         found = []
-        for columns in self._columns():
+        for columns in self._forward.columns():
             own = h[columns], None if c is None else c[columns]
             save = self._forward.specs[len(own[0])].save
             given = forward_operands(self.cell, gates[:, columns], bias, *own, save=save)
@@ -244,8 +225,10 @@ class Fast:
         c: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As :meth:`Reference.backward`."""
+        if self._backward is None:
+            raise KernelError("backward needs what forward saves: make it with save=True")
         found = []
-        for columns in self._columns():
+        for columns in self._backward.columns():
             dc_own, c_own = (None if x is None else x[columns] for x in (dc, c))
             given = backward_operands(
                 self.cell,
@@ -262,12 +245,6 @@ class Fast:
             found.append([given[name] for name in RESULTS["backward"]])
         each = [_joined(*one) for one in zip(*found, (1, 1, 0, 0), strict=True)]
         return each[0], each[1], each[2], each[3]
-
-    def _columns(self) -> Iterator[slice]:
-        start = 0
-        for size in self._slices:
-            yield slice(start, start + size)
-            start += size
 
 
 def _joined(*parts: Any) -> Tensor:

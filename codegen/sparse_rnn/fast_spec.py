@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from graphpar.codegen.sparse_rnn.devices import WARP
-from graphpar.codegen.sparse_rnn.plan import (
+from graphpar.codegen.sparse_rnn.limits import (
     COLUMNS,
     MAX_BATCH,
     SLOTS_PER_ROW,
-    Plan,
     Value,
     chunks_of,
     slices_of,
     states_length,
 )
+from graphpar.codegen.sparse_rnn.plan import Plan
 from graphpar.codegen.sparse_rnn.spec import Part, power_of_two
 from graphpar.errors import CapacityError
 
@@ -60,10 +60,10 @@ class FastSpec(Part):
     def of(cls, plan: Plan, *, reverse: bool = False, save: bool = False) -> FastSpec:
         """The kernel that a plan asks for; of a large batch, its first slice."""
         return cls(
-            part="forward",
+            part=plan.part,
             cell_name=plan.cell,
             hidden=plan.hidden,
-            batch=slices_of(plan.batch)[0],
+            batch=slices_of(plan.batch, plan.shape.columns)[0],
             value=plan.value,
             programs=plan.programs,
             warps=plan.warps,

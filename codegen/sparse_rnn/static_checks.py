@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphpar.codegen.sparse_rnn import devices
 from graphpar.codegen.sparse_rnn.compile import Compiled
-from graphpar.codegen.sparse_rnn.devices import WARP, device_of
+from graphpar.codegen.sparse_rnn.devices import device_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.sass import operation, read
 
 MAX_BARRIERS = 3
-_REGISTER_UNIT = 256  # registers are given to warps in units
 _REGISTERS_PER_THREAD = 255
 
 
@@ -37,12 +37,15 @@ class Findings:
 def resident_blocks(compiled: Compiled) -> int:
     """Blocks that one multiprocessor of the architecture can hold at once."""
     device = device_of(compiled.arch)
-    if compiled.registers > _REGISTERS_PER_THREAD or compiled.shared_bytes > device.shared_bytes:
+    if compiled.registers > _REGISTERS_PER_THREAD:
         return 0
-    warp = -(-compiled.registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
-    by_registers = device.registers // (warp * compiled.warps)
-    by_memory = device.shared_bytes // max(1, compiled.shared_bytes)
-    return min(by_registers, by_memory, 2048 // compiled.threads)
+    return devices.resident_blocks(
+        warps=compiled.warps,
+        registers=compiled.registers,
+        shared_bytes=compiled.shared_bytes,
+        registers_each=device.registers,
+        shared_each=device.shared_bytes,
+    )
 
 
 def check(spec: FastSpec, compiled: Compiled) -> Findings:
