@@ -48,13 +48,14 @@ def lower_recurrences(program: Program, options: LowerRecurrences = LowerRecurre
     if options.sparse_rnn not in MODES:
         known = ", ".join(map(repr, MODES))
         raise InputError(f"sparse_rnn must be one of {known}, not {options.sparse_rnn!r}")
+    targets = {node.target for node in program.graph.nodes}
+    if targets.isdisjoint((*CELLS, *PACKED)) and not find_loops(program, program.graph):
+        return program
     graph, _ = copy_graph(program.graph)
     known_values = StateValues(program, options.weights or {})
     found = _Found()
     _lower_layers(graph, known_values, options, found)
     _roll_loops(program, graph, known_values, options, found)
-    if not found.decisions:
-        return program
     report = {**program.report, "sparse_rnn": found.in_order(graph)}
     return program.with_graphs({"": graph} if found.ops else {}, report=report)
 

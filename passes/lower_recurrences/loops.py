@@ -106,9 +106,12 @@ def is_random(node: fx.Node) -> bool:
 
 def find_loops(program: Program, graph: fx.Graph) -> list[Loop]:
     """The loops of at least two steps in a flat graph, longest first."""
-    forms, values = Forms(graph), Values(program, graph)
+    forms = Forms(graph)
+    if len(forms.products) < 2:
+        return []
+    values = Values(program, graph)
     uses = Counter(values.of(weight) for _, weight, _ in forms.products.values())
-    if not uses or max(uses.values()) < 2:
+    if max(uses.values()) < 2:
         return []
     widths = {width_of(x) for x in forms.operands}
     groups: dict[Hashable, dict[fx.Node, Link]] = defaultdict(dict)
@@ -231,10 +234,12 @@ def _fault(chain: Sequence[Link]) -> str:
         for node in given_of(link):
             if node in after:
                 return f"the input of a step depends on a state before it: {info(node).source}"
-    kinds = {_kind(step.h) for step in steps}
-    types = {_kind(p.weight)[1] for p in chain[0].recurrent}
-    if len(kinds) > 1 or types != {dtype for _, dtype in kinds}:
-        return "its states and weights differ in type or shape"
+    if len({tensor_spec(step.h).shape for step in steps}) > 1:
+        return "its states differ in shape"
+    nodes = states.union(*([link.before, *given_of(link)] for link in chain))
+    nodes |= {c.node for step in steps if (c := step.c_before) is not None}
+    if len({tensor_spec(node).dtype for node in nodes}) > 1:
+        return "its states, inputs and weights differ in type"
     inside = [inner_nodes(link) for link in chain]
     inside.append(set())
     for place, step in enumerate(steps):
@@ -245,11 +250,6 @@ def _fault(chain: Sequence[Link]) -> str:
                     what = "the cell state" if node is step.c else "a gate"
                     return f"{what} of a step is used outside: {info(user).source}"
     return ""
-
-
-def _kind(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
-    spec = tensor_spec(node)
-    return spec.shape, spec.dtype
 
 
 def _lives(node: fx.Node) -> bool:

@@ -139,6 +139,30 @@ def test_fp32_is_close(cell: str, options: dict[str, Any], tmp_path: Path) -> No
     assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sync", ["lamport", "counter"])
+@pytest.mark.parametrize("value", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("cell", sorted(CELLS))
+def test_many_schedules(cell: str, value: str, sync: str, seed: int, tmp_path: Path) -> None:
+    worst = run(
+        cell,
+        tmp_path,
+        hidden=(16, 33, 40)[seed % 3],
+        batch=(1, 3, 5, 9)[seed % 4],
+        steps=(1, 2, 5)[seed // 2 % 3],
+        programs=2 + seed % 4,
+        seed=seed,
+        launches=2,
+        value=value,
+        sync=sync,
+        reverse=bool(seed % 2),
+        shared_words=seed % 3,
+        backward=True,
+    )
+    assert max(worst.values()) < (1e-5 if value == "fp32" else LIMIT), worst
+
+
 MUTANTS: dict[str, tuple[dict[str, Any], str, str, type[Exception] | None]] = {
     "plain load in the poll": ({}, ", volatile=True", "", DeadlockError),
     "no new epoch": ({}, ", now + 1)", ", now)", DeadlockError),

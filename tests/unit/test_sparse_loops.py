@@ -344,6 +344,23 @@ def test_a_gate_that_is_returned() -> None:
     assert decision.startswith("dense: a gate of a step is used outside: test_sparse_loops.py:")
 
 
+def test_inputs_of_another_type() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.new_zeros(x.shape[1], HIDDEN)
+            for each in F.pad(x, (0, 1)).float():
+                h = torch.tanh(each + self.h(h))
+            return h
+
+    torch.manual_seed(0)
+    ((_, decision),) = decisions(rolled(Net(), x_of(3))).items()
+    assert decision == "dense: its states, inputs and weights differ in type"
+
+
 def test_masks_of_the_original_stay_in_order() -> None:
     """With two dropouts between three layers the second would be drawn after all of the first."""
     torch.manual_seed(0)
