@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -242,9 +242,8 @@ class _Roll:
         for link in loop.links:
             inside |= inner_nodes(link)
         states = self._in_time([link.step.h for link in loop.links])
-        for user in list(states[0].users):
-            if user.target is aten.stack.default and list(user.args[0]) == states:  # type: ignore[arg-type]
-                self._replace_stack(user, out)
+        for stack, dim in list(_stacks(states)):
+            self._replace_stack(stack, dim % 3, out)
 
         def outside(user: fx.Node) -> bool:
             return user not in inside
@@ -257,14 +256,16 @@ class _Roll:
             loop.last.c.replace_all_uses_with(last_c[0], delete_user_cb=outside)
         self._erase([*states, *([loop.last.c] if loop.last.c is not None else [])])
 
-    def _replace_stack(self, stack: fx.Node, out: fx.Node) -> None:
-        dim = stack.args[1] if len(stack.args) > 1 else stack.kwargs.get("dim", 0)
-        assert isinstance(dim, int)
-        if dim % 3:
-            order = [1, 0, 2] if dim % 3 == 1 else [1, 2, 0]
+    def _replace_stack(self, stack: fx.Node, dim: int, out: fx.Node) -> None:
+        if dim:
+            order = [1, 0, 2] if dim == 1 else [1, 2, 0]
             out = self.emit(aten.permute.default, out, order)
         stack.replace_all_uses_with(out)
+        parts: Any = stack.args[0]
         self.graph.erase_node(stack)
+        for part in parts:  # of a cat: rows of a length of 1
+            if part.target is aten.unsqueeze.default and not part.users:
+                self.graph.erase_node(part)
 
     def _erase(self, nodes: Sequence[fx.Node]) -> None:
         """Nodes that nothing reads, and what only they read."""
@@ -281,6 +282,25 @@ class _Roll:
                 self.graph.erase_node(each)
             erased |= {node, *unused}
             waiting += inputs
+
+
+def _stacks(states: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """Where all states are stacked in order, or unsqueezed and concatenated; and the dimension."""
+    for user in states[0].users:
+        args: Any = user.args
+        if user.target is aten.stack.default and list(args[0]) == list(states):
+            yield user, _dim(user)
+        if user.target is aten.unsqueeze.default:
+            views = [(aten.unsqueeze.default, (h, args[1])) for h in states]
+            for cat in user.users:
+                parts: Any = cat.args[0] if cat.target is aten.cat.default else ()
+                if [(p.target, p.args) for p in parts] == views and _dim(cat) % 3 == args[1] % 3:
+                    yield cat, _dim(cat)
+
+
+def _dim(node: fx.Node) -> int:
+    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return int(dim)
 
 
 def _run_of(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int, int, int] | None:

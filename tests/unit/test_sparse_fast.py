@@ -292,8 +292,8 @@ def test_machine_code_is_what_was_planned(tmp_path: Path) -> None:
         assert found.gathers >= SPEC.depth
     more = [replace(SPEC, cell_name="lstm", shared_words=2, save=True), replace(SPEC, batch=1)]
     more.append(replace(SPEC, cell_name="gru", part="backward", hidden=64))
-    more.append(replace(SPEC, value="fp16", batch=6))
-    more.append(replace(SPEC, value="fp32", shared_words=2, batch=3))
+    more.append(replace(SPEC, value="fp16", batch=2, hidden=64))
+    more.append(replace(SPEC, value="fp32", batch=2, hidden=64, shared_words=2))
     assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [()] * len(more)
 
 

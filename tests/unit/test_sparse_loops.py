@@ -164,7 +164,9 @@ class Loop(nn.Module):
         for each in x.unbind(1):
             h, c = getattr(self, self.write)(each, h, c)
             outs.append(h)
-        return torch.stack(outs, 1), c
+        if self.write == "no_input":
+            return torch.cat([h.unsqueeze(-1) for h in outs], 2), c
+        return torch.cat([h[:, None] for h in outs], 1), torch.stack(outs, 2), c
 
     def tanh(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(x @ self.W + h @ self.U + self.b), c
@@ -212,6 +214,9 @@ def test_steps_by_hand(write: str) -> None:
     program = rolled(Loop(write), x_of(3, 4))
     assert ops(program).count(SPARSE) == 1
     assert torch.ops.aten.tanh.default not in ops(program)
+    assert torch.ops.aten.unsqueeze.default not in ops(program)
+    # Inputs that are computed at each step are stacked, outputs are there.
+    assert ops(program).count(torch.ops.aten.stack.default) == (write == "relu_scaled")
 
 
 # --- pruning ---
