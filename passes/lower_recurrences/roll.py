@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from graphpar.passes.lower_recurrences.emit import Emitter
 from graphpar.passes.lower_recurrences.forms import Product
 from graphpar.passes.lower_recurrences.loops import Loop, inner_nodes, is_random
 from graphpar.passes.lower_recurrences.order import ordered_nodes, reorder
-from graphpar.passes.lower_recurrences.pieces import Piece, shape_of, whole, width_of
+from graphpar.passes.lower_recurrences.pieces import Piece, shape_of, width_of
 from graphpar.passes.lower_recurrences.terms import terms_of
+from graphpar.passes.lower_recurrences.times import run_of, stacks_of
 from graphpar.program import is_getitem, tensor_spec
 
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ class _Roll:
         term = self.terms[0][place]
         if term.kind == "bias" or len({len(terms) for terms in self.terms}) > 1:
             return False
-        run = _run_of([terms[place].x for terms in self.terms])
+        run = run_of([terms[place].x for terms in self.terms])
         return run is not None and run[3] < 0
 
     # --- what the op takes ---
@@ -223,7 +223,7 @@ class _Roll:
         nodes = self._in_time(nodes)
         if all(node is nodes[0] for node in nodes):
             return self.emit(aten.unsqueeze.default, nodes[0], 0)
-        run = _run_of(nodes)
+        run = run_of(nodes)
         if run is None or run[3] < 0:
             return self.emit(aten.stack.default, nodes)
         value, dim, first, _ = run
@@ -242,7 +242,7 @@ class _Roll:
         for link in loop.links:
             inside |= inner_nodes(link)
         states = self._in_time([link.step.h for link in loop.links])
-        for stack, dim in list(_stacks(states)):
+        for stack, dim in list(stacks_of(states)):
             self._replace_stack(stack, dim % 3, out)
 
         def outside(user: fx.Node) -> bool:
@@ -282,48 +282,3 @@ class _Roll:
                 self.graph.erase_node(each)
             erased |= {node, *unused}
             waiting += inputs
-
-
-def _stacks(states: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """Where all states are stacked in order, or unsqueezed and concatenated; and the dimension."""
-    for user in states[0].users:
-        args: Any = user.args
-        if user.target is aten.stack.default and list(args[0]) == list(states):
-            yield user, _dim(user)
-        if user.target is aten.unsqueeze.default:
-            views = [(aten.unsqueeze.default, (h, args[1])) for h in states]
-            for cat in user.users:
-                parts: Any = cat.args[0] if cat.target is aten.cat.default else ()
-                if [(p.target, p.args) for p in parts] == views and _dim(cat) % 3 == args[1] % 3:
-                    yield cat, _dim(cat)
-
-
-def _dim(node: fx.Node) -> int:
-    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return int(dim)
-
-
-def _run_of(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int, int, int] | None:
-    """What the nodes are consecutive places of: it, the dimension, the first place, 1 or -1."""
-    found = [_place_of(whole(node)) for node in nodes]
-    if None in found or len({each[:2] for each in found if each is not None}) != 1:
-        return None
-    places = [each[2] for each in found if each is not None]
-    steps = {b - a for a, b in pairwise(places)}
-    if steps not in ({1}, {-1}):
-        return None
-    assert found[0] is not None
-    return *found[0], steps.pop()
-
-
-def _place_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    args: Any = node.args
-    if node.target is aten.select.int:
-        value, dim, place = args
-    elif is_getitem(node) and args[0].target is aten.unbind.int:
-        (value, *dims), place = args[0].args, args[1]
-        dim = dims[0] if dims else 0
-    else:
-        return None
-    shape = shape_of(value)
-    return value, dim % len(shape), place % shape[dim]
