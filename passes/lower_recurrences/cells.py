@@ -22,6 +22,7 @@ class Step:
         h: its state [B, H]. c: the cell state of an LSTM.
         h_before, c_before: the states before it, where the form shows them beside the products:
             ``h_before`` of a GRU, ``c_before`` of an LSTM.
+        negated: the gate that torch.nn's cell needs with the other sign.
         gates: in the order of torch.nn, without what the reset gate multiplies.
         inner: what the reset gate of a GRU multiplies.
     """
@@ -33,6 +34,7 @@ class Step:
     c: fx.Node | None = None
     h_before: fx.Node | None = None
     c_before: Piece | None = None
+    negated: int | None = None
 
     @property
     def hidden(self) -> int:
@@ -84,21 +86,23 @@ def _lstm(forms: Forms, node: fx.Node, atoms: tuple[Atom, ...]) -> Iterator[Step
 
 
 def _gru(forms: Forms, node: fx.Node, form: Form) -> Iterator[Step]:
-    """``n - z n + z h``, and n the tanh of a sum with a product of r."""
+    """``n - z n + z h``, or ``h - z h + z n``; n is the tanh of a sum with a product of r."""
     singles = [(term[0], factor) for term, factor in form.items() if len(term) == 1]
     if len(singles) != 1 or singles[0][1] != 1:
         return
-    n = singles[0][0]
-    if not (isinstance(n, Function) and n.name == "tanh"):
-        return
-    z = before = None
+    kept = singles[0][0]
+    z = other = None
     for term, factor in form.items():
-        if len(term) == 2 and n in term and factor == -1:
-            z = term[1 - term.index(n)]
+        if len(term) == 2 and kept in term and factor == -1:
+            z = term[1 - term.index(kept)]
     for term, factor in form.items():
-        if len(term) == 2 and z in term and n not in term and factor == 1:
-            before = term[1 - term.index(z)]
+        if len(term) == 2 and z in term and kept not in term and factor == 1:
+            other = term[1 - term.index(z)]
     if not (isinstance(z, Function) and z.name == "sigmoid"):
+        return
+    turned = isinstance(other, Function)
+    n, before = (other, kept) if turned else (kept, other)
+    if not (isinstance(n, Function) and n.name == "tanh"):
         return
     if not (isinstance(before, Piece) and before.is_whole):
         return
@@ -115,7 +119,8 @@ def _gru(forms: Forms, node: fx.Node, form: Form) -> Iterator[Step]:
             first, second = _gate(forms, r, node), _gate(forms, z, node)
             if inner and outer is not None and first and second:
                 gates = first, second, outer
-                yield Step("gru", node, gates, inner, h_before=before.node)
+                negated = 1 if turned else None
+                yield Step("gru", node, gates, inner, h_before=before.node, negated=negated)
 
 
 def _two(atoms: tuple[Atom, ...], *names: str) -> tuple[Function | None, Function | None]:

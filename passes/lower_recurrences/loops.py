@@ -149,7 +149,7 @@ def _links(step: Step, values: Values) -> Iterator[Link]:
             own = [p for p in products(gate) if p.x is before and p.count == step.hidden]
             found += own if len(own) == 1 else []
         if len(found) == len(gates):
-            key = step.cell, *(_matrix(values, p) for p in found)
+            key = step.cell, step.negated, *(_matrix(values, p) for p in found)
             inputs = tuple(_without(g, p) for g, p in zip(step.gates, found, strict=True))
             inner = _without(step.inner, found[-1])
             yield Link(step, before, tuple(found), key, inputs, inner)

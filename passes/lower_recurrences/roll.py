@@ -192,19 +192,25 @@ class _Roll:
         given = [p for p in pieces if p is not None]
         first = given[0].node
         whole_size = shape_of(first)[dim] == self.gates * self.hidden
-        if whole_size and all(
-            p is not None and p.node is first and p.start == gate * self.hidden
-            for gate, p in enumerate(pieces)
+        negated = self.loop.last.negated
+        if (
+            whole_size
+            and negated is None
+            and all(
+                p is not None and p.node is first and p.start == gate * self.hidden
+                for gate, p in enumerate(pieces)
+            )
         ):
             return first
         parts = []
-        for each in pieces:
+        for gate, each in enumerate(pieces):
             if each is None:
                 shape = list(shape_of(first))
                 shape[dim] = self.hidden
-                parts.append(self.emit(aten.new_zeros.default, first, shape))
+                part = self.emit(aten.new_zeros.default, first, shape)
             else:
-                parts.append(self._cut(each, dim))
+                part = self._cut(each, dim)
+            parts.append(self.emit(aten.neg.default, part) if gate == negated else part)
         return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
 
     def _cut(self, piece: Piece, dim: int) -> fx.Node:

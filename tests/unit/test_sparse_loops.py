@@ -117,6 +117,13 @@ class Loop(nn.Module):
         r, z = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
         return (1 - z) * torch.tanh(n + r * hn) + z * h, c
 
+    def gru_turned(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """With z as Cho et al. 2014 have it: what is new, not what is kept."""
+        r, z, n = (x @ self.W).split(HIDDEN, 1)
+        hr, hz, hn = (h @ self.U + self.b).split(HIDDEN, 1)
+        z, n = torch.sigmoid(z + hz), torch.tanh(n + torch.sigmoid(r + hr) * hn)
+        return (1 - z) * h + z * n, c
+
     def gru_lerp(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         z, r, n = (x @ self.W + self.b).split(HIDDEN, 1)
         hn, hz, hr = (h @ self.U).split(HIDDEN, 1)
@@ -127,7 +134,7 @@ class Loop(nn.Module):
 @pytest.mark.parametrize(
     "write",
     ["tanh", "relu_scaled", "no_input", "one_matrix", "lstm_one_matrix", "lstm_linears", "gru",
-     "gru_lerp"],
+     "gru_lerp", "gru_turned"],
 )  # fmt: skip
 def test_steps_by_hand(write: str) -> None:
     torch.manual_seed(0)
