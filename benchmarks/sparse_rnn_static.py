@@ -4,9 +4,10 @@
 
 Random patterns with the given density. The first table is of plans: they count non-zeros. The
 second compiles the kernels of H = 2304, batch 4, and reads their machine code; wavefronts are those
-of the bank model for the packed weights. The third searches the largest hidden size that fits, and
-compares it with that of a dense persistent kernel, whose weights take 2 bytes in the same registers
-and shared memory. All times are a model's, unverified on hardware.
+of the bank model for the packed weights. The third searches the largest hidden size that fits, for
+inference and for training, whose backward exchanges all gates, and compares it with that of a dense
+persistent kernel, whose weights take 2 bytes in the same registers and shared memory. All times are
+a model's, unverified on hardware.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.pack import pack
 from graphpar.codegen.sparse_rnn.plan import Plan, plan_kernel
+from graphpar.codegen.sparse_rnn.spec import PartName
 from graphpar.codegen.sparse_rnn.static_checks import check
 from graphpar.errors import CapacityError
 
@@ -36,15 +38,30 @@ DENSITIES = (0.01, 0.05, 0.1, 0.3)
 BATCHES = (1, 4, 8)
 ARCHS = ("sm_80", "sm_90")
 COMPILED_SIZE, COMPILED_BATCH = 2304, 4
+USES: dict[str, tuple[PartName, ...]] = {
+    "inference": ("forward",),
+    "training": ("forward", "backward"),
+}
 PAPER = 5.0
 """Models this many times as large fit on chip, says the abstract of Zhu et al. 2018."""
 
 
-def planned(cell: str, hidden: int, density: float, batch: int, device: Device) -> Plan | None:
+def planned(
+    cell: str,
+    hidden: int,
+    density: float,
+    batch: int,
+    device: Device,
+    part: PartName = "forward",
+) -> Plan | None:
     generator = np.random.default_rng(0)
-    rows = generator.binomial(hidden, density, (cell_of(cell).gates, hidden))
+    gates = cell_of(cell).gates
+    rows, columns = (gates, hidden), hidden
+    if part == "backward":
+        rows, columns = (1, hidden), gates * hidden
+    counts = generator.binomial(columns, density, rows)
     try:
-        return plan_kernel(cell, rows, hidden, batch=batch, device=device)
+        return plan_kernel(cell, counts, columns, batch=batch, device=device, part=part)
     except CapacityError:
         return None
 
@@ -124,21 +141,27 @@ def capacity() -> tuple[str, float]:
             gates = cell_of(cell).gates
             on_chip = device.multiprocessors * (0.75 * 4 * device.registers + device.shared_bytes)
             dense = int((on_chip / (2 * gates)) ** 0.5)
-            sizes = [largest(cell, density, device) for density in DENSITIES]
-            gains = [(size / dense) ** 2 for size in sizes]
-            least = min(least, gains[DENSITIES.index(0.1)])
-            found = [f"{s} ({g:.1f}x)" for s, g in zip(sizes, gains, strict=True)]
-            rows.append([f"{arch} {cell.removesuffix('_relu')}", dense, *found])
-    head = ["arch, cell", "dense H", *(f"H at {d:.0%} (weights)" for d in DENSITIES)]
+            for use, parts in USES.items():
+                sizes = [
+                    min(largest(cell, density, device, part) for part in parts)
+                    for density in DENSITIES
+                ]
+                gains = [(size / dense) ** 2 for size in sizes]
+                if use == "inference":
+                    least = min(least, gains[DENSITIES.index(0.1)])
+                found = [f"{s} ({g:.1f}x)" for s, g in zip(sizes, gains, strict=True)]
+                name = cell.removesuffix("_relu")
+                rows.append([f"{arch} {name} {use}", dense, *found])
+    head = ["arch, cell, use", "dense H", *(f"H at {d:.0%} (weights)" for d in DENSITIES)]
     return table(head, rows), least
 
 
-def largest(cell: str, density: float, device: Device) -> int:
+def largest(cell: str, density: float, device: Device, part: PartName) -> int:
     """The largest hidden size, in steps of 64, that fits at batch 4."""
     low, high = 1, 512
     while high - low > 1:
         middle = (low + high) // 2
-        if planned(cell, 64 * middle, density, 4, device) is None:
+        if planned(cell, 64 * middle, density, 4, device, part) is None:
             high = middle
         else:
             low = middle
@@ -157,7 +180,7 @@ def main() -> None:
         f"## Machine code, H = {COMPILED_SIZE}, batch {COMPILED_BATCH}\n\n{machine_code}\n\n"
         f"## Largest hidden size, batch 4\n\n{sizes}\n\n"
         f"In brackets: how many times the weights of the dense kernel's largest model. The paper: "
-        f"over {PAPER:g} times; the least here at 10% is {least:.1f}: {verdict}."
+        f"over {PAPER:g} times; the least here at 10% for inference is {least:.1f}: {verdict}."
     )
     report("sparse_rnn_static", "Sparse recurrences on chip (modelled)", body)
 

@@ -132,7 +132,12 @@ def default_pipeline(
     if sparse_rnn not in SPARSE_RNN:
         known = ", ".join(map(repr, SPARSE_RNN))
         raise InputError(f"sparse_rnn must be one of {known}, not {sparse_rnn!r}")
-    lowered = step("lower-recurrences", sparse_rnn=sparse_rnn, weights=weights)
+    lowered = step(
+        "lower-recurrences",
+        sparse_rnn=sparse_rnn,
+        weights=weights,
+        draws_in_order=rng == "exact",
+    )
     first = (lowered,) if sparse_rnn else ()
     if rng not in RNG:
         raise InputError(f"rng must be one of {', '.join(map(repr, RNG))}, not {rng!r}")

@@ -5,8 +5,8 @@ The non-zero recurrent weights stay on chip for all timesteps.
 - The op: ``recurrence`` (registration, autograd), ``cells``, ``stepwise`` (by sparse products of
   the library), ``pattern``; ``decide`` says where it pays off.
 - Weights: ``pack``, with ``layout``, ``deal``, ``order`` and the model of ``banks``.
-- Kernels: ``plan`` what fits on ``devices``; ``emit*`` the text from a ``spec``; ``reference`` and
-  ``fast`` prepare and launch.
+- Kernels: ``plan`` what fits on ``devices`` within ``limits``; ``emit*`` the text from a ``spec``;
+  ``reference`` and ``fast`` prepare, with an ``exchange``, and ``launch``.
 - Proof without a GPU: ``interleave`` and ``gluon_shim`` run the text in Triton's interpreter;
   ``compile``, ``sass`` and ``static_checks`` look at the machine code.
 """

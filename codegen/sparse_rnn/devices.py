@@ -49,6 +49,23 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
+_REGISTER_UNIT = 256  # registers are given to warps in units
+_MOST_THREADS = 2048
+
+
+def resident_blocks(
+    *, warps: int, registers: int, shared_bytes: int, registers_each: int, shared_each: int
+) -> int:
+    """Blocks that one multiprocessor can hold at once.
+
+    Args:
+        registers: of a thread. registers_each, shared_each: of the multiprocessor.
+    """
+    warp = -(-registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+    by_registers = registers_each // max(1, warp * warps)
+    return min(by_registers, shared_each // max(1, shared_bytes), _MOST_THREADS // (warps * WARP))
+
+
 def device_of(arch: str) -> Device:
     """A device by its architecture.
 

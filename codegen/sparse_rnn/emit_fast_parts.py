@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from graphpar.codegen.sparse_rnn import emit_backward, emit_forward
 from graphpar.codegen.sparse_rnn.emit_fast import (
+    buffer_of,
     buffers_text,
+    clock_text,
     kernel_text,
     product_text,
     send_text,
@@ -16,18 +18,21 @@ from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 
 FORWARD = (
     "word_ptr", "slot_ptr", "unit_ptr", "gates_ptr", "bias_ptr", "h_ptr", "c_ptr",
-    "exchange_ptr", "error_ptr", "out_ptr", "c_out_ptr", "saved_ptr", "steps", "epoch",
+    "exchange_ptr", "clock_ptr", "error_ptr", "out_ptr", "c_out_ptr", "saved_ptr", "steps",
 )  # fmt: skip
 BACKWARD = (
     "word_ptr", "slot_ptr", "unit_ptr", "dout_ptr", "dc_ptr", "out_ptr", "saved_ptr", "h_ptr",
-    "c_ptr", "exchange_ptr", "error_ptr", "dgates_ptr", "drecurrent_ptr", "dh_ptr", "dc_out_ptr",
-    "steps", "epoch",
+    "c_ptr", "exchange_ptr", "clock_ptr", "error_ptr", "dgates_ptr", "drecurrent_ptr", "dh_ptr",
+    "dc_out_ptr", "steps",
 )  # fmt: skip
 
 
 def arguments(spec: FastSpec) -> tuple[str, ...]:
     """The names of the kernel's arguments, in order; ``SPIN`` and the sizes are constants."""
-    return FORWARD if spec.part == "forward" else BACKWARD
+    names = FORWARD if spec.part == "forward" else BACKWARD
+    values = ("value_ptr",) if spec.value == "fp32" else ()
+    counter = ("counter_ptr",) if spec.sync == "counter" else ()
+    return (*values, *counter, *names)
 
 
 def emit_fast(spec: FastSpec) -> str:
@@ -42,6 +47,7 @@ def _load(name: str, pointer: str, at: str, mask: str = "own") -> str:
 
 def _forward(spec: FastSpec) -> Iterator[str]:
     yield from start_text(spec)
+    yield from clock_text(spec)
     if spec.cell_name == "gru":
         yield _load("bias", "bias_ptr", "unit")
     for b in range(spec.batch):
@@ -81,6 +87,7 @@ def _forward_step(spec: FastSpec) -> Iterator[str]:
 def _backward(spec: FastSpec) -> Iterator[str]:
     lstm, gru = spec.cell_name == "lstm", spec.cell_name == "gru"
     yield from start_text(spec)
+    yield from clock_text(spec)
     for b in range(spec.batch):
         if lstm:
             yield _load(f"dc_{b}", "dc_ptr", f"{b} * H + unit")
@@ -89,7 +96,7 @@ def _backward(spec: FastSpec) -> Iterator[str]:
     yield "for step in range(steps):"
     yield from (f"    {line}" for line in _backward_step(spec))
     yield "now = epoch + steps"
-    yield f"source = exchange_ptr + (steps & 1) * ({2 * spec.passes} * N)"
+    yield f"source = {buffer_of(spec, 'steps')}"
     yield from product_text(spec)
     for b in range(spec.batch):
         dh = f"y_0_{b} + direct_{b}" if gru else f"y_0_{b}"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from graphpar.codegen.sparse_rnn.devices import WARP
-from graphpar.codegen.sparse_rnn.plan import (
-    BATCH_PER_WORD,
+from graphpar.codegen.sparse_rnn.limits import (
+    COLUMNS,
     MAX_BATCH,
     SLOTS_PER_ROW,
-    Plan,
+    Value,
     chunks_of,
+    slices_of,
     states_length,
 )
+from graphpar.codegen.sparse_rnn.plan import Plan
 from graphpar.codegen.sparse_rnn.spec import Part, power_of_two
 from graphpar.errors import CapacityError
 
@@ -23,12 +26,14 @@ a sixteenth of the last bit of bf16."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastSpec(Part):
-    """A kernel of one layer and direction, values and what blocks exchange in bf16.
+    """A kernel of one layer and direction.
 
     Attributes:
         programs, warps: blocks, and warps of each; a thread holds one slot.
         register_words, shared_words: words of a thread in registers and in shared memory.
         rows: units per block, slots: slots per row, powers of two.
+        value: type of the weights and of what blocks exchange. sync: "lamport", words that carry
+            their epoch, or "counter", a barrier of all blocks.
         reverse: from the last step to the first. ``save``: store what backward needs.
     """
 
@@ -38,6 +43,8 @@ class FastSpec(Part):
     rows: int
     slots: int
     shared_words: int = 0
+    value: Value = "bf16"
+    sync: Literal["lamport", "counter"] = "lamport"
     reverse: bool = False
     save: bool = False
 
@@ -53,10 +60,11 @@ class FastSpec(Part):
     def of(cls, plan: Plan, *, reverse: bool = False, save: bool = False) -> FastSpec:
         """The kernel that a plan asks for; of a large batch, its first slice."""
         return cls(
-            part="forward",
+            part=plan.part,
             cell_name=plan.cell,
             hidden=plan.hidden,
-            batch=min(plan.batch, MAX_BATCH),
+            batch=slices_of(plan.batch, plan.shape.columns)[0],
+            value=plan.value,
             programs=plan.programs,
             warps=plan.warps,
             register_words=plan.register_words,
@@ -76,14 +84,19 @@ class FastSpec(Part):
         return self.warps * WARP
 
     @property
+    def columns(self) -> int:
+        """Batch columns that a gather serves."""
+        return COLUMNS[self.value]
+
+    @property
     def passes(self) -> int:
-        """Gathers per non-zero: each serves four batch columns."""
-        return -(-self.batch // BATCH_PER_WORD)
+        """Gathers per non-zero."""
+        return -(-self.batch // self.columns)
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """(start, size) of the pieces, powers of two, in which a block receives the states."""
-        return chunks_of(self.exchanged)
+        return chunks_of(self.exchanged, self.threads)
 
     @property
     def states(self) -> int:
@@ -92,5 +105,6 @@ class FastSpec(Part):
 
     @property
     def words(self) -> int:
-        """64-bit words of the exchange, both buffers: [2, passes, N, 2]."""
-        return 4 * self.passes * self.exchanged
+        """64-bit words of the exchange, both buffers: [2, passes, N], and twice that if half of
+        each is its epoch."""
+        return 2 * self.passes * self.exchanged * (2 if self.sync == "lamport" else 1)

@@ -16,10 +16,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from graphpar.codegen.sparse_rnn import emit
-from graphpar.codegen.sparse_rnn.emit_fast import IMPORTS
+from graphpar.codegen.sparse_rnn.emit_fast_helpers import IMPORTS
 from graphpar.errors import InternalError
 
-int32, int64, float32 = tl.int32, tl.int64, tl.float32
+int16, int32, int64, float16, float32 = tl.int16, tl.int32, tl.int64, tl.float16, tl.float32
 static_range = range
 _SHIM = """\
 import triton as gluon
@@ -57,8 +57,12 @@ def convert_layout(x: Any, layout: Any) -> Any:
     return x
 
 
+def barrier() -> None:
+    pass
+
+
 _NAMES = ("load", "store", "program_id", "where", "exp2", "abs", "maximum", "sum", "max",
-          "split", "reshape")  # fmt: skip
+          "split", "reshape", "atomic_add")  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

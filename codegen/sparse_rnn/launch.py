@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphpar.codegen.sparse_rnn.devices import REGISTERS
+from graphpar.codegen.sparse_rnn.devices import REGISTERS, resident_blocks
 from graphpar.codegen.sparse_rnn.emit import load, write
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
@@ -43,6 +43,50 @@ def check_device(
             f"{programs} blocks cannot run at once on {multiprocessors} multiprocessors: plan for "
             f"{multiprocessors} blocks or fewer"
         )
+
+
+def check_resident(
+    spec: FastSpec,
+    *,
+    registers: int,
+    shared_bytes: int,
+    multiprocessors: int,
+    registers_each: int,
+    shared_each: int,
+) -> None:
+    """Whether a GPU can hold all blocks of a compiled kernel at once.
+
+    Args:
+        registers: of a thread. shared_bytes: of a block. registers_each, shared_each: of a
+            multiprocessor.
+
+    Raises:
+        KernelError: says what would run.
+    """
+    blocks = resident_blocks(
+        warps=spec.warps,
+        registers=registers,
+        shared_bytes=shared_bytes,
+        registers_each=registers_each,
+        shared_each=shared_each,
+    )
+    if blocks * multiprocessors >= spec.programs:
+        return
+    if shared_bytes > shared_each:
+        over = -(-(shared_bytes - shared_each) // (4 * spec.threads))
+        raise KernelError(
+            f"a block takes {shared_bytes:,} bytes of shared memory, a multiprocessor has "
+            f"{shared_each:,}: {over} words less per thread would fit, or a smaller batch"
+        )
+    if not blocks:
+        raise KernelError(
+            f"a block of {spec.threads} threads takes {registers} registers each, a "
+            f"multiprocessor has {registers_each:,}: {registers_each // spec.threads} would fit"
+        )
+    raise KernelError(
+        f"{spec.programs} blocks cannot run at once: {multiprocessors} multiprocessors hold "
+        f"{blocks} each: plan for {blocks * multiprocessors} blocks or fewer"
+    )
 
 
 def triton_version() -> tuple[int, int]:
@@ -79,22 +123,38 @@ class FastLauncher:
         device = arguments["exchange_ptr"].device
         if device.type != "cuda":
             raise KernelError(f"the fast kernels run on a GPU, the tensors are on {device}")
-        properties = torch.cuda.get_device_properties(device)
-        if spec not in self._kernels:
-            check_device(
-                programs,
-                multiprocessors=properties.multi_processor_count,
-                capability=(properties.major, properties.minor),
-                triton=triton_version(),
-            )
-            module = load(write(emit_fast(spec), self.folder))
-            self._kernels[spec] = getattr(module, spec.part)
-        most = min(255, REGISTERS // spec.threads)
         with torch.cuda.device(device):
-            self._kernels[spec][(programs,)](
-                **arguments,
-                SPIN=True,
-                num_warps=spec.warps,
-                maxnreg=most,
-                launch_cooperative_grid=True,
-            )
+            if spec not in self._kernels:
+                self._kernels[spec] = self._ready(spec, programs, arguments)
+            self._kernels[spec][(programs,)](**arguments, **_options(spec))
+
+    def _ready(self, spec: FastSpec, programs: int, arguments: Mapping[str, Any]) -> Any:
+        """The kernel, compiled and known to fit."""
+        properties: Any = torch.cuda.get_device_properties()
+        check_device(
+            programs,
+            multiprocessors=properties.multi_processor_count,
+            capability=(properties.major, properties.minor),
+            triton=triton_version(),
+        )
+        kernel = getattr(load(write(emit_fast(spec), self.folder)), spec.part)
+        compiled = kernel.run(**arguments, **_options(spec), grid=(programs,), warmup=True)
+        sizes = {
+            "multiprocessors": properties.multi_processor_count,
+            "registers_each": properties.regs_per_multiprocessor,
+            "shared_each": properties.shared_memory_per_block_optin,
+        }
+        shared = compiled.metadata.shared
+        check_resident(spec, registers=0, shared_bytes=shared, **sizes)  # or it does not load
+        _ = compiled.run  # loads it
+        check_resident(spec, registers=compiled.n_regs, shared_bytes=shared, **sizes)
+        return kernel
+
+
+def _options(spec: FastSpec) -> dict[str, Any]:
+    return {
+        "SPIN": True,
+        "num_warps": spec.warps,
+        "maxnreg": min(255, REGISTERS // spec.threads),
+        "launch_cooperative_grid": True,
+    }

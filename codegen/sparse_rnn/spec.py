@@ -8,6 +8,7 @@ from typing import Literal
 from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
 from graphpar.errors import CapacityError
 
+PartName = Literal["forward", "backward"]
 MAX_ELEMENTS = 1 << 20
 """Of one Triton tensor."""
 
@@ -22,7 +23,7 @@ class Part:
     """A kernel's cell and direction: ``part`` is "forward" or "backward"."""
 
     cell_name: str
-    part: Literal["forward", "backward"]
+    part: PartName
     hidden: int
     batch: int
 

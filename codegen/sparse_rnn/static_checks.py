@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphpar.codegen.sparse_rnn import devices
 from graphpar.codegen.sparse_rnn.compile import Compiled
-from graphpar.codegen.sparse_rnn.devices import WARP, device_of
+from graphpar.codegen.sparse_rnn.devices import device_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.sass import operation, read
 
 MAX_BARRIERS = 3
-_REGISTER_UNIT = 256  # registers are given to warps in units
 _REGISTERS_PER_THREAD = 255
 
 
@@ -36,12 +37,15 @@ class Findings:
 def resident_blocks(compiled: Compiled) -> int:
     """Blocks that one multiprocessor of the architecture can hold at once."""
     device = device_of(compiled.arch)
-    if compiled.registers > _REGISTERS_PER_THREAD or compiled.shared_bytes > device.shared_bytes:
+    if compiled.registers > _REGISTERS_PER_THREAD:
         return 0
-    warp = -(-compiled.registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
-    by_registers = device.registers // (warp * compiled.warps)
-    by_memory = device.shared_bytes // max(1, compiled.shared_bytes)
-    return min(by_registers, by_memory, 2048 // compiled.threads)
+    return devices.resident_blocks(
+        warps=compiled.warps,
+        registers=compiled.registers,
+        shared_bytes=compiled.shared_bytes,
+        registers_each=device.registers,
+        shared_each=device.shared_bytes,
+    )
 
 
 def check(spec: FastSpec, compiled: Compiled) -> Findings:
@@ -52,8 +56,10 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
     loads = [o for o in body if o.startswith("LDG")]
     weak = sum("STRONG" not in o for o in loads)
     stores = [o for o in body if o.startswith("STG.E.64")]
-    # Of two columns at most only a half of the element is read.
-    gathers = sum(o.startswith("LDS.64") or (spec.batch <= 2 and o == "LDS") for o in body)
+    # Of few columns only a half of the element is read.
+    last = spec.batch - (spec.passes - 1) * spec.columns
+    halves = ("LDS",) if last <= spec.columns // 2 else ()
+    gathers = sum(o.startswith("LDS.64") or o in halves for o in body)
     barriers = sum(o.startswith("BAR") for o in body)
     polls = [p for p in code.inner() if any(_is_strong_load(i) for i in p)]
     resident = resident_blocks(compiled)
@@ -75,6 +81,8 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
         faults.append("no loop reads the exchange again with a strong load")
     if any(operation(i).startswith("BAR") for poll in polls for i in poll):
         faults.append("a barrier inside a poll")
+    if spec.sync == "counter":
+        faults += _counter_faults(body, polls)
     if not stores or any("STRONG" not in o for o in stores):
         faults.append("no strong store to the exchange, or a weak one")
     if resident * device.multiprocessors < spec.programs:
@@ -83,6 +91,21 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
         len(body), gathers, barriers, weak, len(polls), compiled.registers,
         compiled.shared_bytes, resident, tuple(faults),
     )  # fmt: skip
+
+
+def _counter_faults(body: Sequence[str], polls: Sequence[tuple[str, ...]]) -> list[str]:
+    """A wait must acquire: it drops what the first-level cache holds. An arrival must release: a
+    barrier of the block, and a fence, stand before it."""
+    faults = []
+    if not any(operation(i).startswith("CCTL.IVALL") for poll in polls for i in poll):
+        faults.append("the wait for the counter does not acquire")
+    arrivals = [i for i, o in enumerate(body) if o.startswith(("RED", "ATOM"))]
+    barriers = [i for i, o in enumerate(body) if o.startswith("BAR")]
+    for arrival in arrivals:
+        last = max((i for i in barriers if i < arrival), default=0)
+        if not any(o.startswith("MEMBAR") for o in body[last:arrival]):
+            faults.append("an arrival does not release")
+    return faults if arrivals else [*faults, "no arrival at the counter"]
 
 
 def _inputs(spec: FastSpec) -> int:

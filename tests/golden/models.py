@@ -129,3 +129,24 @@ class Speller(nn.Module):
 
 def speller() -> tuple[nn.Module, Tensor]:
     return Speller(), torch.randn(2, 4, 8)
+
+
+class StepSpeller(nn.Module):
+    """The same, by a cell that is called step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 6)
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, states = None, []
+        for letter in x.unbind(1):
+            h = self.cell(letter, h)
+            states.append(h)
+        out: Tensor = self.head(torch.stack(states, 1))
+        return out
+
+
+def step_speller() -> tuple[nn.Module, Tensor]:
+    return StepSpeller(), torch.randn(2, 3, 8)

@@ -53,7 +53,7 @@ def test_equals_the_original(name: str, layers: int, tp: int, doubles: None) -> 
     assert all(d.density == pytest.approx(0.1, abs=0.02) for d in decisions)
 
 
-@pytest.mark.parametrize("name", ["translation", "speech"])
+@pytest.mark.parametrize("name", ["translation", "speech", "language_model"])
 def test_the_docstring_names_the_file(name: str) -> None:
     assert f"python examples/{name}.py" in (EXAMPLES / f"{name}.py").read_text()
 
@@ -70,3 +70,22 @@ def test_layers_that_gain_are_lowered_by_default() -> None:
     assert all(d.lowered and d.speedup > 1.1 for d in decisions.values())
     loss = example("speech").loss_of(parallel(sound), letters)
     torch.testing.assert_close(loss, example("speech").loss_of(model(sound), letters))
+
+
+def test_a_pruned_language_model_fine_tunes_like_the_masked_one() -> None:
+    speller = example("language_model")
+    text = speller.README.read_bytes()
+    runs = [
+        speller.run(text, width=48, steps=40, sparse=sparse, mode=True) for sparse in (False, True)
+    ]
+    (before, masked, model), (_, sparse, parallel) = runs
+    (decision,) = parallel.report["sparse_rnn"].values()
+    assert decision.lowered
+    assert decision.density == pytest.approx(0.1, abs=0.01)
+    assert sparse == pytest.approx(masked, rel=1e-3)
+    assert sum(before[:5]) / 5 > 1.5 * sum(masked[-5:]) / 5
+    # Pruning costs something, and fine-tuning mends it.
+    assert sum(masked[-10:]) < sum(masked[:10])
+    state = parallel.full_state_dict()
+    name = "lstm.weight_hh_l0_orig"
+    torch.testing.assert_close(state[name], model.get_parameter(name).data, rtol=0, atol=2e-3)

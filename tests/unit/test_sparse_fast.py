@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from graphpar.codegen.sparse_rnn import stepwise
 from graphpar.codegen.sparse_rnn.cells import CELLS
 from graphpar.codegen.sparse_rnn.compile import compile_all, fast_order
 from graphpar.codegen.sparse_rnn.emit import write
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
+from graphpar.codegen.sparse_rnn.exchange import TYPES, Exchange
 from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
-from graphpar.codegen.sparse_rnn.plan import REGISTER_WORDS
+from graphpar.codegen.sparse_rnn.limits import REGISTER_WORDS, register_words
+from graphpar.codegen.sparse_rnn.plan import Shape
 from graphpar.codegen.sparse_rnn.static_checks import Findings, check
 from graphpar.errors import CapacityError, InternalError
 from tests.unit.sparse_kernels import note
@@ -55,17 +58,19 @@ def run(
     """The largest differences from products of the same rounded weights in float32."""
     torch.manual_seed(seed)
     shape = CELLS[cell].gates * hidden, hidden
-    weight = (0.3 * torch.randn(shape) * (torch.rand(shape) < 0.2)).bfloat16().float()
+    value = options.get("value", "bf16")
+    weight = (0.3 * torch.randn(shape) * (torch.rand(shape) < 0.2)).to(TYPES[value]).float()
 
     def start(spec: FastSpec, blocks: int, arguments: Mapping[str, Any]) -> None:
         module = load_fast(edit(emit_fast(spec)), folder)
-        shared = [arguments["exchange_ptr"]]
+        shared = [v for k, v in arguments.items() if k in ("exchange_ptr", "counter_ptr")]
         schedule = Schedule(seed=seed, weak=True, shared=shared, patience=100)
         launch(getattr(module, spec.part), blocks, {**arguments, "SPIN": False}, schedule)
 
-    fast = Fast(weight, cell, batch, launch=start, programs=programs, warps=4, **options)
+    cut = Shape(warps=4, shared_words=options.pop("shared_words", 0))
+    fast = Fast(weight, cell, batch, launch=start, programs=programs, shape=cut, **options)
     for exchange in fast.exchanges:
-        exchange.random_(-(2**62), 0)
+        exchange.words.random_(-(2**62), 0)
     worst: dict[str, float] = {}
     lstm, reverse = cell == "lstm", options.get("reverse", False)
     for _ in range(launches):
@@ -105,28 +110,87 @@ def test_equals_the_products(cell: str, tmp_path: Path) -> None:
         ("gru", {"batch": 1, "steps": 3, "reverse": True, "backward": True}),
         ("gru", {"batch": 8, "hidden": 20, "save": False}),
         ("rnn_relu", {"batch": 2, "hidden": 257, "steps": 1, "programs": 4}),
+        ("lstm", {"value": "fp16", "sync": "counter", "launches": 2, "backward": True}),
+        ("gru", {"value": "fp16", "shared_words": 2, "batch": 2, "backward": True}),
+        ("gru", {"batch": 6, "sync": "counter", "reverse": True, "backward": True}),
+        ("rnn_tanh", {"batch": 9, "hidden": 20, "launches": 2, "backward": True}),
     ],
-    ids=["two passes, shared words", "one column", "eight columns", "large"],
-)
+    ids=["two passes, shared words", "one column", "eight columns", "large", "fp16, counter",
+         "fp16, shared words", "counter", "slices"],
+)  # fmt: skip
 def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
     worst = run(cell, tmp_path, **options)
     assert 0 < max(worst.values()) < LIMIT, worst
 
 
-MUTANTS = {
-    "plain load in the poll": (", volatile=True", "", DeadlockError),
-    "no new epoch": (", now + 1)", ", now)", DeadlockError),
-    "one buffer": ("((step + 1) & 1)", "(step & 1)", DeadlockError),
-    "no wait": ("while late > 0:", "while late > 1:", None),
-    "wrong slot": ("gather(slots_0, 0)", "gather(slots_0 ^ 1, 0)", None),
-    "halves exchanged": ("(upper << 16) | lower", "(lower << 16) | upper", None),
-    "sums never written": ("sums_0.store", "sums_2.store", InternalError),
-}
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        ("lstm", {"batch": 3, "shared_words": 3}),
+        ("gru", {"batch": 1, "sync": "counter", "launches": 2}),
+        ("rnn_relu", {"batch": 5, "sync": "counter", "reverse": True}),
+        ("rnn_tanh", {"batch": 9, "hidden": 20}),
+    ],
+    ids=["shared words", "counter, one column", "counter, three passes", "slices"],
+)
+def test_fp32_is_close(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
+    worst = run(cell, tmp_path, value="fp32", backward=True, **options)
+    assert {"out", "dgates", "dh"} <= worst.keys()
+    assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sync", ["lamport", "counter"])
+@pytest.mark.parametrize("value", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("cell", sorted(CELLS))
+def test_many_schedules(cell: str, value: str, sync: str, seed: int, tmp_path: Path) -> None:
+    worst = run(
+        cell,
+        tmp_path,
+        hidden=(16, 33, 40)[seed % 3],
+        batch=(1, 3, 5, 9)[seed % 4],
+        steps=(1, 2, 5)[seed // 2 % 3],
+        programs=2 + seed % 4,
+        seed=seed,
+        launches=2,
+        value=value,
+        sync=sync,
+        reverse=bool(seed % 2),
+        shared_words=seed % 3,
+        backward=True,
+    )
+    assert max(worst.values()) < (1e-5 if value == "fp32" else LIMIT), worst
+
+
+MUTANTS: dict[str, tuple[dict[str, Any], str, str, type[Exception] | None]] = {
+    "plain load in the poll": ({}, ", volatile=True", "", DeadlockError),
+    "no new epoch": ({}, ", now + 1)", ", now)", DeadlockError),
+    "one buffer": ({}, "((step + 1) & 1)", "(step & 1)", DeadlockError),
+    "no wait": ({}, "while late > 0:", "while late > 1:", None),
+    "wrong slot": ({}, "gather(slots_0, 0)", "gather(slots_0 ^ 1, 0)", None),
+    "halves exchanged": ({}, "(upper << 16) | lower", "(lower << 16) | upper", None),
+    "sums never written": ({}, "sums_0.store", "sums_2.store", InternalError),
+    "fp16: halves exchanged": (
+        {"value": "fp16"}, "half_bits(a) | (half_bits(b) << 16)",
+        "half_bits(b) | (half_bits(a) << 16)", None,
+    ),
+    "fp32: columns exchanged": ({"value": "fp32"}, "real((two >> 32)", "real((two >> 0)", None),
+    "counter: relaxed arrival": ({"sync": "counter"}, 'sem="release"', 'sem="relaxed"', None),
+    "counter: relaxed wait": ({"sync": "counter"}, 'sem="acquire"', 'sem="relaxed"', None),
+    "counter: no wait": ({"sync": "counter"}, "while late < 0:", "while late < -99:", None),
+    "counter: one buffer": ({"sync": "counter"}, "((step + 1) & 1)", "(step & 1)", None),
+    "counter: no arrival": (
+        {"sync": "counter"}, "    arrive(counter_ptr)\n", "    pass\n", DeadlockError,
+    ),
+    "counter: counts from 0": ({"sync": "counter", "launches": 2}, "arrived + ", "", None),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
-    old, new, error = MUTANTS[name]
+    options, old, new, error = MUTANTS[name]
 
     def edit(text: str) -> str:
         assert old in text
@@ -134,20 +198,68 @@ def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
 
     if error is not None:
         with pytest.raises(error):
-            run("rnn_tanh", tmp_path, edit=edit, steps=5)
+            run("rnn_tanh", tmp_path, edit=edit, steps=5, **options)
     else:
-        assert max(run("rnn_tanh", tmp_path, edit=edit, steps=5).values()) > 0.1
+        assert max(run("rnn_tanh", tmp_path, edit=edit, steps=5, **options).values()) > 0.1
+
+
+# --- launch after launch ---
+
+
+def test_a_launch_can_be_replayed(tmp_path: Path) -> None:
+    """As a CUDA graph does: the same arguments, what counts on lies in tensors."""
+    seen = []
+
+    def start(spec: FastSpec, blocks: int, arguments: Mapping[str, Any]) -> None:
+        seen.append({k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in arguments.items()})
+        arguments["counter_ptr"].add_(3 * blocks)  # as its blocks would
+
+    fast = Fast(
+        torch.eye(8), "rnn_tanh", 1, launch=start, programs=2, shape=Shape(warps=2), sync="counter"
+    )
+    given = torch.zeros(3, 1, 8), None, torch.zeros(1, 8), None
+    counting = ("exchange_ptr", "clock_ptr", "counter_ptr", "error_ptr", "word_ptr", "steps")
+    for _ in range(3):
+        fast.forward(*given)
+    assert all(seen[0][k] == each[k] for each in seen for k in counting)
+    assert not [k for k, v in seen[0].items() if seen[0][k] != v and not k.endswith("ptr")]
+    assert fast.exchanges[0].clock.tolist() == [1 + 3 * 4, 3 * 3 * 2]
+    assert int(fast.exchanges[0].counter) == 3 * 3 * 2
+
+
+@pytest.mark.parametrize(("sync", "steps"), [("lamport", 2), ("counter", 5)])
+def test_a_clock_that_stands_still_is_caught(
+    sync: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(run("rnn_tanh", tmp_path, steps=steps, launches=2, sync=sync).values()) < LIMIT
+    monkeypatch.setattr(Exchange, "advance", lambda self, steps: None)
+    assert max(run("rnn_tanh", tmp_path, steps=steps, launches=2, sync=sync).values()) > 0.1
+
+
+@pytest.mark.parametrize("sync", ["lamport", "counter"])
+def test_clocks_wrap_around(sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Exchange.__init__
+
+    def late(self: Exchange, spec: FastSpec, device: torch.device) -> None:
+        made(self, spec, device)
+        self.clock[:] = torch.tensor([2**31 - 3, 2**31 - 2 * spec.programs])
+        self.counter[:] = 2**31 - 2 * spec.programs
+
+    monkeypatch.setattr(Exchange, "__init__", late)
+    assert max(run("rnn_tanh", tmp_path, steps=3, launches=3, sync=sync).values()) < LIMIT
 
 
 def test_chunks_of_the_states() -> None:
-    def chunks(hidden: int) -> tuple[tuple[int, int], ...]:
-        return replace(SPEC, hidden=hidden).chunks
+    def chunks(hidden: int, warps: int = 8) -> tuple[tuple[int, int], ...]:
+        return replace(SPEC, hidden=hidden, warps=warps).chunks
 
     assert chunks(2304) == ((0, 2048), (2048, 256))
     assert chunks(33) == ((0, 64),)
+    assert chunks(4096) == ((0, 2048), (2048, 2048))
+    assert chunks(4096, 16) == ((0, 4096),)
     for hidden in range(1, 6000, 37):
         found = chunks(hidden)
-        assert len(found) <= 3
+        assert len(found) <= 5
         assert found[0][0] == 0
         assert all(a + n == b for (a, n), (b, _) in pairwise(found))
         assert hidden <= sum(n for _, n in found) <= 1.25 * hidden + 64
@@ -180,24 +292,37 @@ def test_machine_code_is_what_was_planned(tmp_path: Path) -> None:
         assert found.gathers >= SPEC.depth
     more = [replace(SPEC, cell_name="lstm", shared_words=2, save=True), replace(SPEC, batch=1)]
     more.append(replace(SPEC, cell_name="gru", part="backward", hidden=64))
-    assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [(), (), ()]
+    more.append(replace(SPEC, value="fp16", batch=2, hidden=64))
+    more.append(replace(SPEC, value="fp32", batch=2, hidden=64, shared_words=2))
+    assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [()] * len(more)
 
 
-FAULTS = {
-    "weak loads": (", volatile=True", ""),
-    "no strong store": (', cache_modifier=".cg"', ""),
-    "weights are read again": ("word = words[k]", "word = gl.load(mine + k * THREADS + step * 0)"),
-    "barriers a step": ("t = step", "gl.barrier()\n        gl.barrier()\n        t = step"),
-}
+def test_machine_code_of_the_counter_barrier(tmp_path: Path) -> None:
+    for found in findings([COUNTER], tmp_path, ("sm_80", "sm_100")):
+        assert not found.faults
+        assert found.barriers == 3
+
+
+COUNTER = replace(SPEC, sync="counter")
+FAULTS = [
+    (SPEC, "weak loads", ", volatile=True", ""),
+    (SPEC, "no strong store", ', cache_modifier=".cg"', ""),
+    (SPEC, "weights are read again", "word = words[k]",
+     "word = gl.load(mine + k * THREADS + step * 0)"),
+    (SPEC, "barriers a step", "t = step", "gl.barrier()\n        gl.barrier()\n        t = step"),
+    (COUNTER, "does not acquire", "ld.acquire.gpu", "ld.relaxed.gpu"),
+    (COUNTER, "does not release", 'sem="release"', 'sem="relaxed"'),
+]  # fmt: skip
 
 
 def test_static_checks_see_faults(tmp_path: Path) -> None:
     texts = []
-    for old, new in FAULTS.values():
-        assert old in emit_fast(SPEC)
-        texts.append(emit_fast(SPEC).replace(old, new))
-    for wanted, found in zip(
-        FAULTS, findings([SPEC] * 4, tmp_path, ("sm_90",), texts), strict=True
+    for spec, _, old, new in FAULTS:
+        assert old in emit_fast(spec)
+        texts.append(emit_fast(spec).replace(old, new))
+    specs = [spec for spec, *_ in FAULTS]
+    for (_, wanted, *_), found in zip(
+        FAULTS, findings(specs, tmp_path, ("sm_90",), texts), strict=True
     ):
         assert any(wanted in fault for fault in found.faults), (wanted, found)
 
@@ -210,18 +335,30 @@ def test_spills_and_grids_are_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_full_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "value"), REGISTER_WORDS)
+def test_full_sizes(part: Any, value: Any, tmp_path: Path) -> None:
     """The most words in registers that the planner counts on, with every cell's own work."""
-    large = replace(SPEC, hidden=2304, programs=108, slots=8, save=True, shared_words=8)
+    large = replace(SPEC, part=part, value=value, hidden=2304, programs=108, slots=8, save=True)
     specs = [
-        replace(large, cell_name=cell, warps=warps, batch=batch, register_words=words)
-        for warps, cells in REGISTER_WORDS.items()
-        for cell, both in cells.items()
-        for batch, words in zip((4, 8), both, strict=True)
+        replace(
+            large,
+            cell_name=cell,
+            warps=warps,
+            batch=batch,
+            register_words=words,
+            shared_words=8,
+        )
+        for warps in REGISTER_WORDS[part, value]
+        for cell in sorted(CELLS)
+        for batch in (2, 4, 8)
+        if (words := register_words(cell, part, value, warps, batch))
     ]
     found = findings(specs, tmp_path, ("sm_80", "sm_90"))
-    faults = [each.faults for each in found]
-    assert faults == [()] * len(faults)
+    # The states of wide backwards take more than a block has: see the planner.
+    faults = [
+        [f for f in each.faults if "resident" not in f or each.registers > 255] for each in found
+    ]
+    assert faults == [[]] * len(faults)
 
 
 def test_the_file_says_what_it_is_for() -> None:

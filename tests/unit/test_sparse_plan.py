@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,15 @@ from graphpar.codegen.sparse_rnn.compile import Compiled
 from graphpar.codegen.sparse_rnn.devices import DEVICES, device_of
 from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.codegen.sparse_rnn.launch import FastLauncher, check_device, triton_version
+from graphpar.codegen.sparse_rnn.launch import (
+    FastLauncher,
+    check_device,
+    check_resident,
+    triton_version,
+)
+from graphpar.codegen.sparse_rnn.limits import register_words
 from graphpar.codegen.sparse_rnn.pack import pack
-from graphpar.codegen.sparse_rnn.plan import REGISTER_WORDS, Plan, plan_kernel
+from graphpar.codegen.sparse_rnn.plan import Plan, Shape, plan_kernel
 from graphpar.codegen.sparse_rnn.static_checks import resident_blocks
 from graphpar.errors import CapacityError, InputError, KernelError
 
@@ -69,7 +76,7 @@ def test_denser_is_slower_until_it_does_not_fit(cell: str, arch: str) -> None:
         except CapacityError:
             times.append(float("inf"))
             continue
-        assert found.register_words <= REGISTER_WORDS[found.warps][cell][0]
+        assert found.register_words <= register_words(cell, "forward", "bf16", found.warps, 4)
         assert found.shared_bytes <= found.device.shared_bytes
         assert found.register_words + found.shared_words == found.depth
         times.append(found.step_us)
@@ -80,15 +87,45 @@ def test_denser_is_slower_until_it_does_not_fit(cell: str, arch: str) -> None:
 
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(
-        CapacityError, match=r"not fit on H200: 8 warps need \d+ .* about [\d,]+ of"
+        CapacityError, match=r"not fit on H200: 8 warps need \d+ .*; a density of about"
     ):
         plan("lstm", 5632, 0.3)
+
+
+def test_what_would_fit_does() -> None:
+    with pytest.raises(CapacityError) as error:
+        plan("lstm", 5632, 0.3)
+    found = re.search(r"of about ([\d.]+)% would fit, or about (\d+) units", str(error.value))
+    assert found is not None
+    assert plan("lstm", 5632, 0.95 * float(found[1]) / 100).depth
+    assert plan("lstm", int(0.95 * int(found[2])), 0.3).depth
+    with pytest.raises(CapacityError, match=r"the states of 60000 units take [\d,]+ bytes, of"):
+        plan_kernel("rnn_tanh", np.ones((1, 60000), int), 60000, batch=4, device=H200)
+
+
+@pytest.mark.parametrize("cell", sorted(CELLS))
+def test_backward_has_limits_of_its_own(cell: str) -> None:
+    """It exchanges all gates, and its launches take four columns."""
+    gates = cell_of(cell).gates
+    rows = np.full((1, 1152), int(0.1 * 1152 * gates))
+    found = plan_kernel(cell, rows, gates * 1152, batch=8, device=H200, part="backward")
+    assert found.part == FastSpec.of(found).part == "backward"
+    assert found.shape.columns == 4
+    most = register_words(cell, "backward", "bf16", found.warps, 4)
+    assert found.register_words <= most
+
+
+def test_planned_kernels_run_in_slices_of_their_own() -> None:
+    weight = torch.randn(4 * 64, 64) * (torch.rand(4 * 64, 64) < 0.2)
+    small = replace(H200, multiprocessors=2)
+    fast = Fast.planned(weight, "lstm", 8, launch=FastLauncher(), device=small)
+    assert [(s.part, s.batch) for s in fast.specs] == [("forward", 8), ("backward", 4)]
 
 
 def test_words_of_fp32_take_twice_the_room() -> None:
     rows = np.full((4, 2304), 460)
     half = plan_kernel("lstm", rows, 2304, batch=4, device=H200)
-    whole = plan_kernel("lstm", rows, 2304, batch=4, device=H200, value_bytes=4)
+    whole = plan_kernel("lstm", rows, 2304, batch=4, device=H200, value="fp32")
     assert whole.shared_words > half.shared_words
     assert whole.step_us > half.step_us
 
@@ -134,6 +171,29 @@ def test_a_device_that_does_not(change: dict[str, Any], message: str) -> None:
         check_device(132, **(GOOD | change))
 
 
+LARGE = {"multiprocessors": 100, "registers_each": 65536, "shared_each": 200_000}
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "message"),
+    [
+        (255, 150_000, None),
+        (128, 90_000, None),
+        (100, 220_000, r"220,000 bytes .* has 200,000: 20 words less per thread would fit"),
+        (260, 1000, r"256 threads takes 260 registers each, .* has 65,536: 256 would fit"),
+    ],
+)
+def test_a_compiled_kernel_fits(registers: int, shared_bytes: int, message: str | None) -> None:
+    spec = FastSpec.of(plan("lstm", 256, 0.3))
+    assert (spec.programs, spec.threads) == (132, 256)
+    if message is None and shared_bytes < 100_000:
+        check_resident(spec, registers=registers, shared_bytes=shared_bytes, **LARGE)
+        return
+    message = message or "100 multiprocessors hold 1 each: plan for 100 blocks or fewer"
+    with pytest.raises(KernelError, match=message):
+        check_resident(spec, registers=registers, shared_bytes=shared_bytes, **LARGE)
+
+
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(KernelError, match="triton is not installed"):
@@ -141,6 +201,8 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_launch_on_the_cpu_is_refused() -> None:
-    fast = Fast(torch.eye(8), "rnn_tanh", 1, launch=FastLauncher(), programs=2, warps=2)
+    fast = Fast(
+        torch.eye(8), "rnn_tanh", 1, launch=FastLauncher(), programs=2, shape=Shape(warps=2)
+    )
     with pytest.raises(KernelError, match="run on a GPU, the tensors are on cpu"):
         fast.forward(torch.zeros(1, 1, 8), None, torch.zeros(1, 8), None)

@@ -1,0 +1,276 @@
+"""Functions of the fast kernels' text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from graphpar.codegen.sparse_rnn.emit_common import GIVE_UP
+from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.limits import Value
+
+IMPORTS = """\
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+"""
+
+_SHARED = '''
+@gluon.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + gl.exp2(-1.4426950408889634 * x))
+
+
+@gluon.jit
+def tanh(x):
+    e = gl.exp2(-2.8853900817779268 * gl.abs(x))
+    y = (1.0 - e) / (1.0 + e)
+    return gl.where(x < 0, -y, y)
+
+
+@gluon.jit
+def bits(x):
+    return x.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def real(x):
+    return x.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def pair(a, b):
+    """Two floats in 64 bits."""
+    return (bits(a).to(gl.int64) & 0xFFFFFFFF) | (bits(b).to(gl.int64) << 32)
+'''
+
+_BF16 = '''
+@gluon.jit
+def halves(a, b):
+    """Two bf16 in 32 bits: a to nearest even below; above, what makes the whole nearest to b."""
+    lower = ((bits(a) + 0x7FFF + ((bits(a) >> 16) & 1)) >> 16) & 0xFFFF
+    upper = ((bits(b) & 0x7FFFFFFF) - lower + 0x8000) >> 16
+    upper = gl.maximum(upper, 0) | ((bits(b) >> 16) & 0x8000)
+    return (upper << 16) | lower
+
+
+@gluon.jit
+def lower(two):
+    return real(two << 16)
+
+
+@gluon.jit
+def upper(word):
+    return real(word & -65536)
+'''
+
+_FP16 = '''
+@gluon.jit
+def half_bits(x):
+    return x.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+
+
+@gluon.jit
+def halves(a, b):
+    """Two fp16 in 32 bits."""
+    return half_bits(a) | (half_bits(b) << 16)
+
+
+@gluon.jit
+def lower(two):
+    return two.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def upper(word):
+    return lower(word >> 16)
+'''
+
+_KEPT = '''
+@gluon.jit
+def kept(word):
+    """The word itself, behind the compiler's back: else it would keep two more registers for each
+    word over all steps, one with the column and one with the value."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
+    )
+'''
+
+_LAMPORT = '''
+@gluon.jit
+def tagged(payload, epoch):
+    """A word of the exchange: 32 bits of payload, and above them the epoch."""
+    return (payload.to(gl.int64) & 0xFFFFFFFF) | (epoch.to(gl.int64) << 32)
+
+
+@gluon.jit
+def spin(a, b, address, epoch, error_ptr):
+    """Read two words again until both carry the epoch; each thread waits for its own alone."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred done, busy;
+        .reg .b32 one, two, tag, tries, flag;
+        .reg .b64 first, second;
+        mov.b64 first, $1;
+        mov.b64 second, $2;
+        mov.u32 tries, 0;
+        CHECK:
+        mov.b64 {one, tag}, first;
+        setp.eq.s32 done, tag, $4;
+        mov.b64 {two, tag}, second;
+        setp.eq.and.s32 done, tag, $4, done;
+        @done bra READY;
+        add.u32 tries, tries, 1;
+        and.b32 flag, tries, 4095;
+        setp.ne.u32 busy, flag, 0;
+        @busy bra AGAIN;
+        ld.relaxed.gpu.global.b32 flag, [$5];
+        setp.ne.u32 done, flag, 0;
+        @done bra READY;
+        setp.lt.u32 busy, tries, GIVE_UP;
+        @busy bra AGAIN;
+        mov.u32 flag, 1;
+        st.relaxed.gpu.global.b32 [$5], flag;
+        bra READY;
+        AGAIN:
+        ld.relaxed.gpu.global.v2.b64 {first, second}, [$3];
+        bra CHECK;
+        READY:
+        mov.b64 $0, {one, two};
+        }""",
+        "=l,l,l,l,r,l",
+        [a, b, address, epoch, error_ptr],
+        dtype=gl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def receive(
+    source,
+    states,
+    epoch,
+    error_ptr,
+    N: gl.constexpr,
+    START: gl.constexpr,
+    SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+    SPIN: gl.constexpr,
+):
+    """Wait for the elements [START, START + SIZE), and put them into shared memory."""
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
+    unit = START + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WORDS))
+    which = gl.arange(0, 2, layout=gl.SliceLayout(0, WORDS))
+    place = unit[:, None] * 2 + which[None, :]
+    there = (unit < N)[:, None] & (which >= 0)[None, :]
+    fine = epoch.to(gl.int64) << 32
+    both = gl.load(source + place, mask=there, other=fine, volatile=True)
+    if SPIN:
+        a, b = gl.split(both)
+        address = source + (START + gl.arange(0, SIZE, layout=a.type.layout)) * 2
+        payload = spin(a, b, address.to(gl.int64), epoch, error_ptr.to(gl.int64))
+    else:
+        late = gl.max(gl.max(gl.where((both >> 32).to(gl.int32) != epoch, 1, 0), 1), 0)
+        while late > 0:
+            both = gl.load(source + place, mask=there, other=fine, volatile=True)
+            late = gl.max(gl.max(gl.where((both >> 32).to(gl.int32) != epoch, 1, 0), 1), 0)
+        a, b = gl.split(both)
+        payload = (a & 0xFFFFFFFF) | (b << 32)
+    states.slice(START, SIZE).store(payload)
+'''.replace("GIVE_UP", str(GIVE_UP))
+
+_COUNTER = '''
+@gluon.jit
+def joined(a, b):
+    """A word of the exchange: two payloads."""
+    return (a.to(gl.int64) & 0xFFFFFFFF) | (b.to(gl.int64) << 32)
+
+
+@gluon.jit
+def arrive(counter_ptr):
+    """Tell that this block has written its words of the step."""
+    gl.barrier()
+    gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def acquire(counter, count, error_ptr):
+    """Read the counter again until ``count`` arrivals; each thread acquires for itself."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred done, busy;
+        .reg .b32 seen, tries, flag;
+        mov.u32 tries, 0;
+        CHECK:
+        ld.acquire.gpu.global.b32 seen, [$1];
+        sub.s32 $0, seen, $2;
+        setp.ge.s32 done, $0, 0;
+        @done bra READY;
+        add.u32 tries, tries, 1;
+        and.b32 flag, tries, 4095;
+        setp.ne.u32 busy, flag, 0;
+        @busy bra CHECK;
+        ld.relaxed.gpu.global.b32 flag, [$3];
+        setp.ne.u32 done, flag, 0;
+        @done bra READY;
+        setp.lt.u32 busy, tries, GIVE_UP;
+        @busy bra CHECK;
+        mov.u32 flag, 1;
+        st.relaxed.gpu.global.b32 [$3], flag;
+        READY:
+        }""",
+        "=&r,l,r,l",
+        [counter, count, error_ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def meet(
+    counter_ptr,
+    count,
+    error_ptr,
+    THREADS: gl.constexpr,
+    WARPS: gl.constexpr,
+    SPIN: gl.constexpr,
+):
+    """Wait until ``count`` arrivals of all launches."""
+    if SPIN:
+        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        same = gl.arange(0, THREADS, layout=EACH).to(gl.int64) * 0
+        acquire(same + counter_ptr.to(gl.int64), count, error_ptr.to(gl.int64))
+    else:
+        late = gl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") - count
+        while late < 0:
+            late = gl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") - count
+
+
+@gluon.jit
+def fetch(
+    source,
+    states,
+    N: gl.constexpr,
+    START: gl.constexpr,
+    SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Put the elements [START, START + SIZE), which are complete, into shared memory."""
+    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    unit = START + gl.arange(0, SIZE, layout=WORDS)
+    word = gl.load(source + unit, mask=unit < N, other=0, cache_modifier=".cg")
+    states.slice(START, SIZE).store(word)
+'''.replace("GIVE_UP", str(GIVE_UP))
+
+PAYLOADS: Mapping[Value, str] = {"bf16": "halves", "fp16": "halves", "fp32": "bits"}
+"""The function that makes 32 bits of one or two columns."""
+SYNC = {
+    "lamport": "through words that carry their epoch",
+    "counter": "behind a counter of arrivals",
+}
+
+
+def helpers(spec: FastSpec) -> str:
+    """The functions that the text of a kernel calls."""
+    values = {"bf16": _BF16 + _KEPT, "fp16": _FP16 + _KEPT, "fp32": ""}[spec.value]
+    return _SHARED + values + (_LAMPORT if spec.sync == "lamport" else _COUNTER)
