@@ -25,6 +25,7 @@ from graphpar.trace.finish import finish
 from graphpar.trace.fold import Folding
 from graphpar.trace.lower import Lowering
 from graphpar.trace.memory import Ref, Storage
+from graphpar.trace.norms import flatten_images
 from graphpar.trace.where import trace_error
 
 
@@ -80,6 +81,7 @@ def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: Tre
     builder.constants = constants
     outputs = Folding(builder, outputs, {**known, **constants}).run()
     held = finish(builder, outputs, start, states)
+    flatten_images(builder.graph)
     # The spec is the node's: of a model on the meta device, constants have values all the same.
     for node in builder.graph.nodes:
         if node.op == "get_attr" and (name := str(node.target)) in held:
