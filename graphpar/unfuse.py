@@ -23,6 +23,7 @@ from graphpar.program import (
     info,
     is_getitem,
     take_place,
+    tensor_spec,
 )
 from graphpar.types import I, P, R, Shard, Type
 
@@ -36,8 +37,6 @@ FUSED = (
     _ops.linear_scatter.default,
     _ops.convert_many.default,
 )
-LINEARS = FUSED[:2]
-"""Products of one converted operand."""
 
 
 def is_fused(node: fx.Node) -> bool:
@@ -69,6 +68,19 @@ def unfuse(node: fx.Node) -> list[fx.Node]:
         if node.target is _ops.convert_many.default:
             return _many(node)
         return _linears(node)
+
+
+def gathered_bytes(node: fx.Node) -> int:
+    """The bytes of the whole tensor that a fused op gathers for its products; else 0."""
+    x = node.args[0] if node.target is _ops.gather_linear.default else None
+    return tensor_spec(x).nbytes if isinstance(x, fx.Node) else 0
+
+
+def keep_gathered(node: fx.Node) -> None:
+    """Let autograd keep the whole tensor that a ``gather_linear`` makes."""
+    *operands, dim, blocks, group = node.args[:6]
+    units = node.args[6] if len(node.args) > 6 else 0
+    node.args = (*operands, dim, blocks, group, units, True)
 
 
 def _linears(node: fx.Node) -> list[fx.Node]:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 
 from graphpar.cost.kernels import Kernel, KernelRecorder
+from graphpar.cost.linked import linked
 from graphpar.errors import InternalError
 from graphpar.program import (
     MESH_DIM,
@@ -38,6 +39,7 @@ from graphpar.program import (
     placeholders,
 )
 from graphpar.types import I, Type, local_shape
+from graphpar.unfuse import gathered_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,12 @@ class Step:
     @property
     def inner_bytes(self) -> int:
         return 0 if self.block is None else self.block.inner_bytes
+
+    def again(self, stop: int | None = None) -> Iterator[Kernel]:
+        """What a second run adds to backward, up to a kernel: the gather of a fused op that
+        backward would gather for is there anyway."""
+        fused = gathered_bytes(self.node) > 0
+        return (k for k in self.kernels[:stop] if not (fused and k.collective))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +133,9 @@ def replayed_kernels(region: Sequence[Step], again: Collection[fx.Node]) -> Iter
     saving = [i for i, step in enumerate(region) if step.until_saved >= 0]
     end = saving[-1] if saving else -1
     for step in region[: max(end, 0)]:
-        yield from step.kernels if step.node in again else ()
+        yield from step.again() if step.node in again else ()
     if end >= 0 and region[end].node in again:
-        yield from region[end].kernels[: region[end].until_saved]
+        yield from region[end].again(region[end].until_saved)
 
 
 def dry_run(program: Program, *, trained_inputs: Collection[str] | None = None) -> GraphRun:
@@ -306,7 +314,7 @@ class _Runner:
             self._blocks[key] = run, [_detached(v) for v in values]
         run, forms = self._blocks[key]
         mine = dict(zip(run.inputs, args, strict=True))
-        results = _linked(run, mine, forms)
+        results = linked(run.outputs, mine, forms)
         own = {n: storages.number(x) for n, x in mine.items() if n is not None}
         for number, value in zip(run.outputs, results, strict=True):
             if number is not None:
@@ -346,51 +354,3 @@ def _form(args: Sequence[Any], reads: Sequence[int]) -> Hashable:
 
 def _detached(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
-_Made = list[tuple[Tensor, bool]]
-
-
-class _Link(torch.autograd.Function):
-    """Makes the results of a block's call, so that what leads to its arguments is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], _Made], *args: Any) -> tuple[Tensor, ...]:
-        made = make()
-        ctx.mark_non_differentiable(*(x for x, grad in made if not grad))
-        return tuple(x for x, _ in made)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise InternalError("a call's results have no gradient")
-
-
-def _linked(run: GraphRun, mine: dict[int | None, Any], forms: Sequence[Any]) -> list[Any]:
-    """Tensors of the results' forms, in the memory of arguments or of each other as in ``run``."""
-    results = list(forms)
-    fresh: list[int] = []
-    for place, (number, form) in enumerate(zip(run.outputs, forms, strict=True)):
-        if number in mine:
-            base = mine[number]
-            results[place] = base.as_strided(form.shape, form.stride(), form.storage_offset())
-        elif number is not None:
-            fresh.append(place)
-
-    def make() -> _Made:
-        bases: dict[int | None, Tensor] = {}
-        made = []
-        for place in fresh:
-            form, number = forms[place], run.outputs[place]
-            if number not in bases:
-                nbytes = form.untyped_storage().nbytes()
-                bases[number] = torch.empty(nbytes, dtype=torch.uint8, device=form.device)
-            flat = bases[number].view(form.dtype) if form.dtype != torch.uint8 else bases[number]
-            view = flat.as_strided(form.shape, form.stride(), form.storage_offset())
-            made.append((view, form.requires_grad))
-        return made
-
-    anchor = torch.empty(0, requires_grad=True)
-    values = _Link.apply(make, anchor, *(x for x in mine.values() if isinstance(x, Tensor)))  # type: ignore[no-untyped-call]
-    for place, value in zip(fresh, values, strict=True):
-        results[place] = value
-    return results

@@ -22,7 +22,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from graphpar.ops.kernels import Finish, all_reduced, start
@@ -98,7 +97,14 @@ def _needs_gradient(*operands: Tensor | None) -> bool:
 def _products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    return [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    return [_linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``aten.linear`` by the ops that compute: below autograd it is one op, which has no cost."""
+    rows = _rows(x)
+    product = rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return product.view(*x.shape[:-1], weight.size(0))
 
 
 class _Linears(torch.autograd.Function):
@@ -161,7 +167,7 @@ def _of_input(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tens
     for grad, weight in zip(grads, weights, strict=True):
         if grad is not None:
             shape, rows = grad.shape[:-1], _rows(grad)
-            total = rows @ weight if total is None else torch.addmm(total, rows, weight)
+            total = rows.mm(weight) if total is None else torch.addmm(total, rows, weight)
     assert total is not None  # autograd calls no backward without a gradient
     return total.reshape(*shape, total.size(-1))
 
@@ -173,7 +179,7 @@ def _is_transposed(weight: Tensor) -> bool:
 def _of_weight(grad: Tensor, x: Tensor | None, transposed: bool) -> Tensor:
     """[n, k], laid out as the weight is, so that accumulating it copies nothing."""
     assert x is not None
-    return (x.t() @ grad).t() if transposed else grad.t() @ x
+    return x.t().mm(grad).t() if transposed else grad.t().mm(x)
 
 
 # --- a product before a reduce-scatter ------------------------------------------------------------
@@ -196,7 +202,7 @@ def linear_scatter(
 
 
 def _scattered(step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    part = step.start(F.linear(x, weight))()
+    part = step.start(_linear(x, weight, None))()
     return part if bias is None else part.add_(bias)
 
 
@@ -223,7 +229,7 @@ class _LinearScatter(torch.autograd.Function):
         whole = pending()
         return (
             None,
-            whole @ weight if of_x else None,
+            _of_input([whole], [weight]) if of_x else None,
             _of_weight(_rows(whole), _rows(x), ctx.transposed) if of_weight else None,
             bias,
         )
