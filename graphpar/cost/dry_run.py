@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 
 from graphpar.cost.kernels import Kernel, KernelRecorder
-from graphpar.cost.linked import linked
+from graphpar.cost.links import linked
 from graphpar.errors import InternalError
 from graphpar.program import (
     MESH_DIM,

@@ -29,7 +29,7 @@ def traced(run: Callable[[], object]) -> tuple[list[str], set[str]]:
     """What this thread calls of :data:`CALLS`, in order, and what gloo works on beside it."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         run()
-    events = sorted(found.events(), key=lambda e: e.time_range.start)  # type: ignore[no-untyped-call]
+    events = sorted(found.events(), key=lambda e: e.time_range.start)
     mine = [e.name for e in events if e.name in CALLS and not e.is_async]
     return mine, {e.name for e in events if e.is_async and e.name.startswith("gloo:")}
 
@@ -70,7 +70,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         y = self.down(self.up(y).tanh() * self.gate(y))
-        return x + y * self.scale
+        return x + y * self.scale  # type: ignore[no-any-return]
 
 
 def model() -> tuple[nn.Module, Tensor]:
@@ -113,7 +113,12 @@ def check_small_gradients() -> None:
     for module, key in zip(both, ("parallel", ""), strict=True):
         module.zero_grad()
         weight = module[1].norm.weight  # type: ignore[index]
-        weight.register_hook(lambda g, key=key: seen[key].append(whole(g).clone()) or 2 * g)
+
+        def doubled(grad: Tensor, key: str = key) -> Tensor:
+            seen[key].append(whole(grad).clone())
+            return 2 * grad
+
+        weight.register_hook(doubled)
         module[0].scale.register_post_accumulate_grad_hook(  # type: ignore[index]
             lambda p, key=key: seen[key].append(whole(p.grad).clone())
         )
@@ -126,7 +131,9 @@ def check_small_gradients() -> None:
         wanted = [module[0].norm.weight, module[1].scale, module[0].up.weight]  # type: ignore[index]
         loss = module(x).square().sum()
         first = torch.autograd.grad(loss, wanted, create_graph=True)
-        total = sum((g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in first[:2])
+        total = sum(
+            (g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in first[:2]
+        )
         assert isinstance(total, Tensor)
         found.append([*map(whole, first), whole(torch.autograd.grad(total, wanted[1])[0])])
         module[0].norm.weight.requires_grad_(False)  # type: ignore[index]
