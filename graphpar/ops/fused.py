@@ -16,9 +16,9 @@ Where derivatives of gradients are asked for, backward is made of the typed conv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -31,29 +31,48 @@ from graphpar.types import I, P, R, Shard, Type
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-@dataclass(frozen=True)
+Call = tuple[torch._ops.OpOverload, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Conversion:
     """A conversion that can be started, and so can that of its gradient."""
 
-    source: Type
-    target: Type
-    group: str
-
-    @cached_property
-    def call(self) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
-        return conversion(self.source, self.target, self.group)
+    forward: Call
+    backward: Call
 
     def start(self, x: Tensor) -> Finish:
-        return _start(*self.call, x)
+        return _start(*self.forward, x)
 
     def start_gradient(self, grad: Tensor) -> Finish:
-        return _start(*gradient(*self.call), grad)
+        return _start(*self.backward, grad)
+
+
+@lru_cache(maxsize=4096)
+def _conversion(source: Type, target: Type, group: str) -> _Conversion:
+    call = conversion(source, target, group)
+    return _Conversion(call, gradient(*call))
 
 
 def _start(op: torch._ops.OpOverload, args: tuple[Any, ...], x: Tensor) -> Finish:
     if torch.is_grad_enabled():  # a gradient that has derivatives itself
         return partial(op, x, *args)
     return start(op._schema.name.removeprefix("graphpar::"), x, *args)
+
+
+def _plainly(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward, given what was saved, that runs below autograd unless its results have
+    derivatives themselves."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors  # a recomputed region runs again here, with autograd
+        if torch.is_grad_enabled():
+            return backward(ctx, saved, *grads)
+        with _below_autograd():
+            return backward(ctx, saved, *grads)
+
+    return run
 
 
 def gather_linear(
@@ -67,13 +86,13 @@ def gather_linear(
     keep: bool = False,
 ) -> list[Tensor]:
     source = Shard(dim, tuple(blocks), units)
-    return _linears(_Conversion(source, R, group), keep, x, weights, biases)
+    return _linears(_conversion(source, R, group), keep, x, weights, biases)
 
 
 def convert_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: str
 ) -> list[Tensor]:
-    return _linears(_Conversion(I, R, group), False, x, weights, biases)
+    return _linears(_conversion(I, R, group), False, x, weights, biases)
 
 
 def _linears(
@@ -132,8 +151,11 @@ class _Linears(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, kept, *weights = ctx.saved_tensors
+    @_plainly
+    def backward(
+        ctx: Any, saved: Sequence[Any], *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, kept, *weights = saved
         of_x, *rest = ctx.needs_input_grad[2:]
         of_weights, of_biases = rest[: len(grads)], rest[len(grads) :]
         again: Finish | None = None
@@ -194,7 +216,7 @@ def linear_scatter(
     group: str,
     units: int = 0,
 ) -> Tensor:
-    step = _Conversion(P, Shard(dim, tuple(blocks), units), group)
+    step = _conversion(P, Shard(dim, tuple(blocks), units), group)
     if _needs_gradient(x, weight, bias):
         return _LinearScatter.apply(step, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
     with _below_autograd():
@@ -219,8 +241,9 @@ class _LinearScatter(torch.autograd.Function):
         return part
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    @_plainly
+    def backward(ctx: Any, saved: Sequence[Any], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = saved
         _, of_x, of_weight, of_bias = ctx.needs_input_grad
         pending = ctx.step.start_gradient(grads[0]) if of_x or of_weight else None
         bias = _rows(grads[0]).sum(0) if of_bias else None
@@ -254,7 +277,8 @@ class _ConvertMany(torch.autograd.Function):
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    @_plainly
+    def backward(ctx: Any, _: Sequence[Any], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [g for g in grads if g is not None]
         if torch.is_grad_enabled():
             op = torch.ops.graphpar.all_reduce.default
