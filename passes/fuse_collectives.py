@@ -77,7 +77,7 @@ class _Product:
 
 
 def _product(node: fx.Node) -> _Product | None:
-    """The node as a product with a matrix; ``None`` if it is no such product."""
+    """The node as a product of real numbers with a matrix; ``None`` if it is no such product."""
     if node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None
     args: Any = node.args
@@ -90,7 +90,10 @@ def _product(node: fx.Node) -> _Product | None:
         found = _Product(node, args[1], args[2], args[0], True)
     if found is None or len(tensor_spec(found.weight).shape) != 2:
         return None
-    if found.bias is not None and len(tensor_spec(found.bias).shape) != 1:
+    spec = tensor_spec(node)
+    if not spec.dtype.is_floating_point:
+        return None
+    if found.bias is not None and tensor_spec(found.bias).shape != spec.shape[-1:]:
         return None
     return found if len(tensor_spec(found.x).shape) > 1 else None
 

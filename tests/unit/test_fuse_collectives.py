@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from graphpar.cost import GraphRun, Step, dry_run
 from graphpar.errors import VerifyError
+from graphpar.passes.fuse_collectives import fuse_collectives
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.program import Program, annotate, copy_program, info, tensor_spec
 from graphpar.testing import compare
@@ -135,6 +137,16 @@ def test_what_more_than_products_read_is_gathered_once() -> None:
 
 def test_it_can_be_switched_off() -> None:
     assert not fused(built(Net, overlap=False)[0])
+
+
+def test_complex_products_are_left_alone() -> None:
+    """Gradients of complex products have conjugates in them."""
+    program = copy_program(built(Net, overlap=False)[0])
+    for _, graph in program.graphs():
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.linear.default:
+                annotate(node, spec=replace(tensor_spec(node), dtype=torch.complex128))
+    assert fused(fuse_collectives(program)) == {"convert_many": 1}
 
 
 def test_large_parameters_are_converted_alone() -> None:
