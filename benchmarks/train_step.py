@@ -7,7 +7,8 @@ A step is forward, backward and AdamW. The peer is the same model of transformer
 logits gathered for the loss and once with ``loss_parallel``; the ratio is that of the faster of
 the two. All variants run interleaved, in changing order, in the same processes, one thread each;
 before that, loss and gradients of each are compared with the single process. "single" is the
-unmodified model, which both ranks run at once.
+unmodified model, which both ranks run at once. "by hand" is the floor: the same collectives around
+local shards, without any framework.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _by_hand import ByHand
 from _common import report, table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -78,6 +80,7 @@ class Size:
 SIZES = {
     "small": Size(256, 704, 4, 8, 2048, 4, 128, 40, 1.3),
     "larger": Size(1024, 2816, 2, 16, 4096, 2, 256, 15, 1.0),
+    "deep": Size(128, 352, 24, 4, 512, 2, 64, 20, 1.3),
 }
 
 
@@ -157,13 +160,18 @@ class Variant:
         """Loss and all gradients are the reference's."""
         ours, theirs = _whole(self.loss().detach()), reference.loss().detach()
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=0)
-        wanted = {name: p.grad for name, p in reference.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is not None, name
-            error = (_whole(parameter.grad) - wanted[name]).norm() / wanted[name].norm()
+        found = _gradients(self.model)
+        for name, wanted in _gradients(reference.model).items():
+            error = (found[name] - wanted).norm() / wanted.norm()
             assert error < TOLERANCE, f"{name}: gradient differs by {error:.1e}"
         self.optimizer.zero_grad()
         reference.optimizer.zero_grad()
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, ByHand):
+        return model.gradients()
+    return {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -184,6 +192,7 @@ def variants(size: Size, mesh: DeviceMesh) -> dict[str, Variant]:
     return {
         "single": Variant(copy.deepcopy(model), call),
         "graphpar": Variant(graphpar.transform(model, (), call, tp=RANKS, sp=True), call),
+        "by hand": Variant(ByHand(model), call),
         "DTensor, gathered logits": Variant(peer(gather=True), peer_call),
         "DTensor, loss_parallel": Variant(peer(gather=False), peer_call, loss_parallel),
     }

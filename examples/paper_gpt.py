@@ -3,10 +3,10 @@
 python examples/paper_gpt.py 22b
 
 Bytes that one device keeps for backward of one layer: the formula of table 2, and what autograd
-keeps of the traced and rewritten graph, on the meta device. The graph keeps two more things: the
-mean and the deviation of each LayerNorm (16 sb bytes), and, where masks are made again, a seed of
-16 bytes. Masks are kept as bytes first (rng="per-rank"), as in the paper, then not at all
-("invariant").
+keeps of the traced and rewritten graph, on the meta device. Products keep the shard of what they
+gather, and no gathered tensor. The graph keeps two more things: the mean and the deviation of each
+LayerNorm (16 sb bytes), and, where masks are made again, a seed of 16 bytes. Masks are kept as
+bytes first (rng="per-rank"), as in the paper, then not at all ("invariant").
 """
 
 from __future__ import annotations
@@ -220,7 +220,6 @@ ROWS = (
         name="tensor + sequence parallel",
         formula=lambda size, masks: _none(size, masks) / size.t,
         sp=True,
-        replay="gathers",
     ),
     Row(
         name="tensor parallel, selective",
@@ -231,7 +230,7 @@ ROWS = (
         name="tensor + sequence parallel, selective",
         formula=lambda size, masks: _terms(size, masks)[1] * _sbh(size) / size.t,
         sp=True,
-        replay="core gathers",
+        replay="core",
     ),
     Row(name="full recomputation", formula=lambda size, masks: 2 * _sbh(size), replay="full"),
 )
@@ -248,12 +247,7 @@ def saved_bytes(size: Size, row: Row, *, rng: str) -> int:
         chosen = run_pipeline(program, (step("choose-recompute", mode="full"), APPLY))
         program = list(chosen.values())[-1]
     elif row.replay:
-        names: tuple[str, ...] = ()
-        if "core" in row.replay:
-            names += core(rng)
-        if "gathers" in row.replay:
-            names += ("all_gather",)
-        program = again(program, *names)
+        program = again(program, *core(rng))
     return dry_run(program).saved_bytes
 
 

@@ -33,6 +33,7 @@ def transform(
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
     sparse_rnn: bool | str = "auto",
+    overlap: bool = True,
 ) -> ParallelModule:
     """Partition an unmodified module over ``tp`` ranks.
 
@@ -71,6 +72,9 @@ def transform(
             sparse ones: "auto", where a model of the time calls that faster at the density that
             the weights have now; True, all; False, none. ``report["sparse_rnn"]`` says what was
             decided for each layer and direction, and why.
+        overlap: keep the shard of what is gathered for products, and gather it again in backward
+            beside them; let other collectives of backward run beside products too, and sum the
+            gradients of a block's small parameters by one of them.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.
@@ -100,6 +104,7 @@ def transform(
             state_types=types,
             sparse_rnn=sparse_rnn,
             weights=weights,
+            overlap=overlap,
         )
 
     pipeline_of(None, None)  # a wrong option is an error now, not at the first call

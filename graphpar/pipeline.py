@@ -21,6 +21,7 @@ from graphpar.passes.apply_recompute import ApplyRecompute, apply_recompute
 from graphpar.passes.choose_recompute import MODES as RECOMPUTE
 from graphpar.passes.choose_recompute import ChooseRecompute, choose_recompute
 from graphpar.passes.fuse_biases import FuseBiases, fuse_biases
+from graphpar.passes.fuse_collectives import FuseCollectives, fuse_collectives
 from graphpar.passes.insert_collectives import InsertCollectives, insert_collectives
 from graphpar.passes.localize import Localize, localize
 from graphpar.passes.lower_recurrences import MODES as SPARSE_RNN
@@ -47,6 +48,7 @@ PASSES: Mapping[str, tuple[Pass, type]] = {
     "fuse-biases": (fuse_biases, FuseBiases),
     "localize": (localize, Localize),
     "seed-dropout": (seed_dropout, SeedDropout),
+    "fuse-collectives": (fuse_collectives, FuseCollectives),
     "choose-recompute": (choose_recompute, ChooseRecompute),
     "apply-recompute": (apply_recompute, ApplyRecompute),
 }
@@ -121,6 +123,7 @@ def default_pipeline(
     state_types: Mapping[str, Type] | None = None,
     sparse_rnn: bool | str = "auto",
     weights: Mapping[str, Tensor] | None = None,
+    overlap: bool = True,
 ) -> Pipeline:
     """What :func:`graphpar.transform` runs after tracing. ``tp=1`` is the identity, but for the
     masks of dropout with ``rng="invariant"`` and sparse recurrences.
@@ -128,6 +131,7 @@ def default_pipeline(
     ``recompute``, ``budget_bytes``, ``must_fit``, ``times``: see :class:`ChooseRecompute`.
     ``state_types``: types that parameters already have, from an earlier trace of the model.
     ``weights``: values of state, from which the density of recurrences is measured.
+    ``overlap``: fuse collectives with the products beside them.
     """
     if sparse_rnn not in SPARSE_RNN:
         known = ", ".join(map(repr, SPARSE_RNN))
@@ -171,6 +175,7 @@ def default_pipeline(
         step("fuse-biases"),
         step("localize"),
         *after,
+        *((step("fuse-collectives"),) if overlap else ()),
         *chosen,
     )
 

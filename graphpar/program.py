@@ -206,6 +206,18 @@ def derive(
     return node
 
 
+def take_place(value: fx.Node, node: fx.Node) -> None:
+    """Let ``value`` stand wherever ``node`` did, under its name, and erase ``node``."""
+    for user in node.users:
+        call = info(user).whole_call
+        if call is not None:
+            annotate(user, whole_call=fx.node.map_arg(call, lambda n: value if n is node else n))
+    name = node.name
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+    value.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """A parameter, buffer or constant. ``names`` are all names of the one tensor (ties)."""

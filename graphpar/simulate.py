@@ -19,6 +19,7 @@ from graphpar.ops.seeded import own_dropout, part_dropout
 from graphpar.passes.rules import FORMS, is_form, whole_op
 from graphpar.program import Program, is_getitem, of_rank, output_node, placeholders
 from graphpar.types import Shard, cut, join, split_layout
+from graphpar.unfuse import unfused
 
 aten = torch.ops.aten
 _RANDOM = {
@@ -49,7 +50,7 @@ class Simulation:
     """
 
     def __init__(self, program: Program, state: Mapping[str, Tensor]) -> None:
-        self.program = program
+        self.program = program = unfused(program)
         self.ranks = program.ranks
         self.state: dict[str, list[Tensor]] = {}
         for name, known in program.state.items():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphpar.cli.output import table
@@ -15,6 +16,9 @@ from graphpar.ops.sharded import ALL_REDUCES
 from graphpar.passes.rules import FORMS, is_form, whole_op
 from graphpar.program import Program, info, tensor_spec
 from graphpar.types import CONVERSIONS, letter
+from graphpar.unfuse import is_fused
+
+_ops = torch.ops.graphpar
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ def _count(program: Program, block: str, graph: fx.Graph) -> Collectives:
             of_parameters.add(node)
         if is_form(node.target):
             _count_within(node, found)
+        if is_fused(node):
+            _count_fused(node, found)
         if not is_conversion(node.target):
             continue
         source, target = signature(node.target, node.args[1:])
@@ -65,6 +71,29 @@ def _count_within(node: fx.Node, found: Collectives) -> None:
         if count and (counts is found.activations[0] or tensor_spec(node).differentiable):
             counts["all_reduce"] += count
     found.activations[1]["all_reduce"] += sides[0] * info(node).replay
+
+
+def _count_fused(node: fx.Node, found: Collectives) -> None:
+    """Add what a fused op runs: what it gathers, once more in backward, whether it keeps the shard
+    or is run again; and one sum of the gradients of parameters for each dtype."""
+    operands, forward, backward = node.all_input_nodes, *found.activations
+    trained = [tensor_spec(n) for n in operands if tensor_spec(n).differentiable]
+    of_first = tensor_spec(operands[0]).differentiable
+    if node.target is _ops.convert_many.default:
+        found.parameters[1]["all_reduce"] += len({spec.dtype for spec in trained})
+    elif node.target is _ops.convert_linear.default:
+        backward["all_reduce"] += of_first
+    elif node.target is _ops.gather_linear.default:
+        forward["all_gather"] += 1
+        backward["all_gather"] += any(
+            isinstance(w, fx.Node) and tensor_spec(w).differentiable
+            for w in node.args[1]  # type: ignore[union-attr]
+        )
+        backward["reduce_scatter"] += of_first
+    else:
+        forward["reduce_scatter"] += 1
+        backward["reduce_scatter"] += info(node).replay
+        backward["all_gather"] += bool(trained)
 
 
 def _is_parameter(program: Program, block: str, node: fx.Node, known: set[fx.Node]) -> bool:

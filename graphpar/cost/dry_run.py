@@ -41,6 +41,7 @@ from graphpar.program import (
     placeholders,
 )
 from graphpar.types import I, Type, local_shape
+from graphpar.unfuse import gathered_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,12 @@ class Step:
     @property
     def inner_bytes(self) -> int:
         return 0 if self.block is None else self.block.inner_bytes
+
+    def again(self, stop: int | None = None) -> Iterator[Kernel]:
+        """What a second run adds to backward, up to a kernel: the gather of a fused op that
+        backward would gather for is there anyway."""
+        fused = gathered_bytes(self.node) > 0
+        return (k for k in self.kernels[:stop] if not (fused and k.collective))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +142,9 @@ def replayed_kernels(region: Sequence[Step], again: Collection[fx.Node]) -> Iter
     saving = [i for i, step in enumerate(region) if step.until_saved >= 0]
     end = saving[-1] if saving else -1
     for step in region[: max(end, 0)]:
-        yield from step.kernels if step.node in again else ()
+        yield from step.again() if step.node in again else ()
     if end >= 0 and region[end].node in again:
-        yield from region[end].kernels[: region[end].until_saved]
+        yield from region[end].again(region[end].until_saved)
 
 
 def dry_run(

@@ -45,12 +45,16 @@ __all__ = [
     "call_seed",
     "conversion",
     "convert",
+    "convert_linear",
+    "convert_many",
     "cross_entropy",
     "draw_seed",
     "dropout",
     "embedding",
     "gather",
+    "gather_linear",
     "is_conversion",
+    "linear_scatter",
     "log_softmax",
     "nll_loss",
     "on_rank",
@@ -142,6 +146,63 @@ def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0) 
     ``x`` [..., sum(blocks) / t, ...] → [..., sum(blocks), ...] at dimension ``dim``.
     """
     return _ops.pad.default(x, dim, blocks, group, units)  # type: ignore[no-any-return]
+
+
+def gather_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+    units: int = 0,
+    keep: bool = False,
+) -> list[Tensor]:
+    """``aten.linear`` of :func:`all_gather` to Replicate with each of the weights and biases.
+
+    ``x`` [..., sum(blocks) / t, ..., k] laid out at ``dim``, weights [n, k], biases [n] or None
+    (none at all: no bias) → for each weight [..., sum(blocks), ..., n]. Autograd keeps ``x``, and
+    backward gathers it once more while it computes the gradient of the gathered tensor, whose
+    reduce-scatter runs beside the gradients of the weights (Korthikanti et al. 2022, §4.2.2).
+    ``keep``: autograd keeps the gathered tensor instead, as the second run of a recomputed region
+    does.
+    """
+    return _ops.gather_linear.default(  # type: ignore[no-any-return]
+        x, weights, biases, dim, blocks, group, units, keep
+    )
+
+
+def convert_linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: str
+) -> list[Tensor]:
+    """``aten.linear`` of :func:`convert` with each of the weights and biases.
+
+    ``x`` [..., k], weights [n, k], biases [n] or None (none at all: no bias) → for each weight
+    [..., n]. The all-reduce of the gradient of ``x`` runs beside the gradients of the weights.
+    """
+    return _ops.convert_linear.default(x, weights, biases, group)  # type: ignore[no-any-return]
+
+
+def linear_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+    units: int = 0,
+) -> Tensor:
+    """:func:`reduce_scatter` of ``aten.linear``, and then a bias.
+
+    ``x`` [..., k], ``weight`` [n, k], ``bias`` [n] Replicate → [..., n] laid out at ``dim``. The
+    gather of the gradient runs while that of the bias is computed.
+    """
+    return _ops.linear_scatter.default(x, weight, bias, dim, blocks, group, units)  # type: ignore[no-any-return]
+
+
+def convert_many(xs: Sequence[Tensor], group: str) -> list[Tensor]:
+    """:func:`convert` of each tensor; backward makes one all-reduce of all gradients of a dtype."""
+    return _ops.convert_many.default(xs, group)  # type: ignore[no-any-return]
 
 
 def dropout(

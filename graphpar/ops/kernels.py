@@ -2,13 +2,15 @@
 
 Every collective runs once, on dimension 0 of a contiguous tensor, whatever the layout:
 :func:`_by_rank` brings the parts of each rank together, :func:`_whole` puts them back in place.
-Uneven parts travel padded to the largest.
+Uneven parts travel padded to the largest. :func:`start` only starts a collective, so that what
+does not need its result runs meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from graphpar.types import Shard, cut, intervals, join, local_size
 
 _c10d = torch.ops._c10d_functional
 _wait = _c10d.wait_tensor.default
+
+Finish = Callable[[], Tensor]
+"""Waits for a collective and gives its result."""
 
 
 def rank_and_size(group: str) -> tuple[int, int]:
@@ -51,32 +56,50 @@ def convert(x: Tensor, group: str) -> Tensor:
     return x.view_as(x)
 
 
-def all_reduce(x: Tensor, dst: str, group: str) -> Tensor:
-    return _wait(_c10d.all_reduce.default(x, "sum", plain_name(group)))  # type: ignore[no-any-return]
+def start_all_reduce(x: Tensor, dst: str, group: str) -> Finish:
+    return partial(_wait, _c10d.all_reduce.default(x, "sum", plain_name(group)))
 
 
-def all_gather(
+def all_reduced(xs: Sequence[Tensor], group: str) -> list[Tensor]:
+    """The sums over the group, by one collective for each dtype; results may share memory."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in xs):
+        of_dtype = [i for i, x in enumerate(xs) if x.dtype == dtype]
+        flat = torch.cat([xs[i].reshape(-1) for i in of_dtype])
+        total = start_all_reduce(flat, "I", group)()
+        parts = total.split([xs[i].numel() for i in of_dtype])
+        found |= {i: part.view(xs[i].shape) for i, part in zip(of_dtype, parts, strict=True)}
+    return [found[i] for i in range(len(xs))]
+
+
+def start_all_gather(
     x: Tensor, dim: int, blocks: Sequence[int], dst: str, group: str, units: int = 0
-) -> Tensor:
+) -> Finish:
     layout, _, ranks = _place(x, dim, blocks, units, group, local=True)
     x = _padded(x, layout, ranks).contiguous()
-    parts = _wait(_c10d.all_gather_into_tensor.default(x, ranks, plain_name(group)))
-    return _whole(parts.unflatten(0, (ranks, -1)), layout, ranks)
+    sent = _c10d.all_gather_into_tensor.default(x, ranks, plain_name(group))
+    return lambda: _whole(_wait(sent).unflatten(0, (ranks, -1)), layout, ranks)
 
 
-def reduce_scatter(
+def start_reduce_scatter(
     x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0
-) -> Tensor:
+) -> Finish:
     layout, rank, ranks = _place(x, dim, blocks, units, group)
-    parts = _by_rank(x, layout, ranks)
-    if _is_gloo(process_group(group), x.device):
+    parts, name, dtype = _by_rank(x, layout, ranks), plain_name(group), x.dtype
+    gloo = _is_gloo(process_group(group), x.device)
+    if gloo:
         sizes = [parts.size(0) // ranks] * ranks
-        received = _wait(_c10d.all_to_all_single.default(parts, sizes, sizes, plain_name(group)))
-        found: Tensor = received.unflatten(0, (ranks, -1)).sum(0, dtype=x.dtype)
+        sent = _c10d.all_to_all_single.default(parts, sizes, sizes, name)
     else:
-        name = plain_name(group)
-        found = _wait(_c10d.reduce_scatter_tensor.default(parts, "sum", ranks, name))
-    return _unpadded(found, layout, rank, ranks).contiguous()
+        sent = _c10d.reduce_scatter_tensor.default(parts, "sum", ranks, name)
+
+    def finish() -> Tensor:
+        found: Tensor = _wait(sent)
+        if gloo:
+            found = found.unflatten(0, (ranks, -1)).sum(0, dtype=dtype)
+        return _unpadded(found, layout, rank, ranks).contiguous()
+
+    return finish
 
 
 def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
@@ -143,11 +166,31 @@ def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0) 
     return whole
 
 
+STARTS: dict[str, Callable[..., Finish]] = {
+    "all_reduce": start_all_reduce,
+    "all_gather": start_all_gather,
+    "reduce_scatter": start_reduce_scatter,
+}
+"""The collectives that can be waited for later."""
+
+
+def start(name: str, x: Tensor, *args: Any) -> Finish:
+    """Begin the conversion ``name``; those of :data:`STARTS` run until the result is asked for."""
+    if name in STARTS:
+        return STARTS[name](x, *args)
+    return partial(KERNELS[name], x, *args)
+
+
+def _at_once(begin: Callable[..., Finish]) -> Callable[..., Tensor]:
+    def run(*args: Any) -> Tensor:
+        return begin(*args)()
+
+    return run
+
+
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "convert": convert,
-    "all_reduce": all_reduce,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
+    **{name: _at_once(begin) for name, begin in STARTS.items()},
     "all_to_all": all_to_all,
     "shard": shard,
     "pad": pad,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpar.ops import seeded
+from graphpar.ops import fused, seeded
 from graphpar.ops.dropout import dropout, dropout_mask, fake_dropout_mask
 from graphpar.ops.kernels import KERNELS
 from graphpar.ops.sharded import on_group
@@ -129,6 +129,29 @@ def _compose(name: str) -> Callable[..., Tensor]:
 for _name, _schema in _SHARDED_SCHEMAS.items():
     _library.define(_schema)
     _library.impl(_name, _compose(_name), "CompositeImplicitAutograd")
+
+# --- conversions and products as one op -----------------------------------------------------------
+
+_FUSED = {
+    "gather_linear": (
+        "gather_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int dim, int[] blocks,"
+        " str group, int units=0, bool keep=False) -> Tensor[]",
+        fused.gather_linear,
+    ),
+    "convert_linear": (
+        "convert_linear(Tensor x, Tensor[] weights, Tensor?[] biases, str group) -> Tensor[]",
+        fused.convert_linear,
+    ),
+    "linear_scatter": (
+        "linear_scatter(Tensor x, Tensor weight, Tensor? bias, int dim, int[] blocks, str group,"
+        " int units=0) -> Tensor",
+        fused.linear_scatter,
+    ),
+    "convert_many": ("convert_many(Tensor[] xs, str group) -> Tensor[]", fused.convert_many),
+}
+for _name, (_schema, _function) in _FUSED.items():
+    _library.define(_schema)
+    _library.impl(_name, _function, "CompositeImplicitAutograd")
 
 # --- dropout with a seed ------------------------------------------------------------------------
 

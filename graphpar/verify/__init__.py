@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from graphpar.errors import VerifyError
 from graphpar.program import Program
+from graphpar.unfuse import unfused
 from graphpar.verify.node import Check
 from graphpar.verify.shapes import check_local_shapes, check_shapes
 from graphpar.verify.structure import (
+    check_items,
     check_links,
     check_lint,
     check_ops,
@@ -30,12 +33,15 @@ from graphpar.verify.types import (
     check_types,
 )
 
-__all__ = ["CHECKS", "Check", "verify"]
+__all__ = ["CHECKS", "FUSED_CHECKS", "Check", "verify"]
 
 _STRUCTURE: tuple[Check, ...] = (check_lint, check_provenance, check_links, check_ops)
 _SEEDS: tuple[Check, ...] = (check_seeds, check_regions)
 _TYPES: tuple[Check, ...] = (check_state, check_types, check_random)
 _LOCAL: tuple[Check, ...] = (check_means, check_local_arguments)
+
+FUSED_CHECKS: tuple[Check, ...] = (*_STRUCTURE, check_regions, check_items)
+"""Of a program with fused ops; the checks of its form are those of its parts."""
 
 CHECKS: Mapping[str, tuple[Check, ...]] = {
     "whole": (*_STRUCTURE, *_SEEDS, check_shapes),
@@ -45,6 +51,20 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
 
 
 def verify(program: Program) -> None:
-    """Raise :class:`VerifyError` at the first thing that is wrong with the program."""
+    """Raise :class:`VerifyError` at the first thing that is wrong with the program.
+
+    Fused ops are proven as the conversions and products that they stand for.
+    """
+    parts = _unfused(program)
+    if parts is not program:
+        for check in FUSED_CHECKS:
+            check(program)
     for check in CHECKS[program.form]:
-        check(program)
+        check(parts)
+
+
+def _unfused(program: Program) -> Program:
+    try:
+        return unfused(program)
+    except Exception as error:
+        raise VerifyError(f"a fused op is malformed: {error or type(error).__name__}") from error

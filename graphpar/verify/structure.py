@@ -23,6 +23,7 @@ from graphpar.program import (
     spec_of,
     tensor_spec,
 )
+from graphpar.unfuse import is_fused
 from graphpar.verify.node import SEEDED, SEEDS, failure, per_node
 
 
@@ -84,6 +85,15 @@ def check_links(program: Program, block: str, node: fx.Node) -> None:
             raise failure(node, f"{node.name} is not item {index} of {source}")
 
 
+@per_node
+def check_items(program: Program, block: str, node: fx.Node) -> None:
+    """Items of fused ops have the types that these give."""
+    if is_getitem(node) and is_fused(node.args[0]):  # type: ignore[arg-type]
+        source, index = node.args
+        if info(source).type[index] != info(node).type:  # type: ignore[arg-type, index]
+            raise failure(node, f"{node.name} is {info(node).type}, not item {index} of {source}")
+
+
 def _constant_spec(value: torch.Tensor, spec: TensorSpec) -> TensorSpec:
     """What ``value`` is; a model on the meta device has constants with values all the same."""
     found = spec_of(value)
@@ -101,6 +111,8 @@ def _has_place(node: fx.Node, form: Form) -> bool:
     """Whether an op of graphpar's own may stand in a program of that form."""
     if is_conversion(node.target):
         return form != "whole"
+    if is_fused(node):
+        return form == "local"
     if node.target in SEEDS:
         return form != "typed"
     if node.target in SEEDED:

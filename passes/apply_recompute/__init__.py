@@ -9,6 +9,7 @@ from torch import fx
 from graphpar.cost import GraphRun, dry_run
 from graphpar.passes.apply_recompute.regions import Regions, find_regions
 from graphpar.program import Program, annotate, copy_graph, info, output_node
+from graphpar.unfuse import gathered_bytes, keep_gathered
 
 NAME = "apply-recompute"
 
@@ -62,4 +63,6 @@ def _rewritten(graph: fx.Graph, regions: Regions) -> fx.Graph:
         moved = nodes[node]
         end.prepend(moved)
         annotate(moved, replay=node in regions.replayed, region=regions.members.get(node))
+        if node in regions.replayed and gathered_bytes(node):
+            keep_gathered(moved)  # the second run gathers, and backward need not
     return new

@@ -13,6 +13,7 @@ from torch import fx
 from graphpar.cost import GraphRun, Kernel, Step, replayed_kernels
 from graphpar.program import Region, holds_tensors, info
 from graphpar.trace.fold import draws
+from graphpar.unfuse import gathered_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,10 +235,11 @@ class _Analysis:
         needed = {s for step in self.run.steps for s in step.saves}
         last = {s: node for node in again for s in self.steps[node].reads}
         held: set[int] = set()
-        most = 0
+        most = gathered = 0
         for node in again:
             held |= self.makes[node]
-            most = max(most, sum(self.run.storages[s].nbytes for s in held))
+            gathered += gathered_bytes(node)  # which a fused op keeps in its second run
+            most = max(most, gathered + sum(self.run.storages[s].nbytes for s in held))
             held -= {s for s in self.steps[node].reads if last[s] is node and s not in needed}
         return most
 

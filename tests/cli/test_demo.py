@@ -34,7 +34,7 @@ def test_the_demo(tmp_path: Path) -> None:
     written = [path.name for path in (tmp_path / "graphpar-demo").iterdir()]
     assert sorted(written) == sorted(stages + others)
     assert "def transformer_h(self, x):  # × 4: transformer.h.0 … transformer.h.3\n" in run.stdout
-    counts = r"2 all_gather, 2 reduce_scatter +–\n +backward  2 all_gather, 2 reduce_scatter +6 all"
+    counts = r"2 all_gather, 2 reduce_scatter +–\n +backward  4 all_gather, 2 reduce_scatter +1 all"
     assert re.search(counts, run.stdout)
     rows = re.findall(r"^ +(\d+) +(\d\.\d{4}) +(\d\.\d{4}) +(\S+)$", run.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["0", "1"]

@@ -26,8 +26,8 @@ def test_the_last_stage_is_printed(graphpar: Command) -> None:
     assert found.code == 0
     assert found.out.startswith("import torch\n")
     assert "def forward(self, input):\n" in found.out
-    assert "reduce_scatter(" in found.out
-    assert found.out == graphpar("dump", MLP, "--tp", 2, "--sp", "--stage", "localize").out
+    assert "linear_scatter(" in found.out
+    assert found.out == graphpar("dump", MLP, "--tp", 2, "--sp", "--stage", "fuse-collectives").out
 
 
 def test_one_stage(graphpar: Command) -> None:
@@ -44,7 +44,7 @@ def test_all_stages(graphpar: Command) -> None:
     assert re.findall("^# stage: (.*)$", found.out, re.MULTILINE) == STAGES
     compile(found.out, "dump", "exec")
     last = graphpar("dump", MLP, "--tp", 2)
-    assert found.out.endswith(f"# stage: seed-dropout\n{last.out}")
+    assert found.out.endswith(f"# stage: fuse-collectives\n{last.out}")
     assert found.err.splitlines()[:-1] == last.err.splitlines()[:-1]  # the last line has a time
 
 
@@ -122,7 +122,7 @@ def test_the_stages_before_a_failure(graphpar: Command, monkeypatch: pytest.Monk
             ("--sp",),
             [
                 ["0", "× 2", "forward", "1 all_gather, 1 reduce_scatter", "–"],
-                ["backward", "1 all_gather, 1 reduce_scatter", "3 all_reduce"],
+                ["backward", "2 all_gather, 1 reduce_scatter", "1 all_reduce"],
             ],
             [["forward", "× 1", "forward", "1 all_gather", "–"], ["backward", "1 all_gather", "–"]],
         ),
@@ -167,7 +167,7 @@ def test_json_of_all_stages(graphpar: Command) -> None:
     programs = json.loads(found.out)
     assert list(programs) == STAGES
     last = graphpar("dump", MLP, "--tp", 2, "--format", "json")
-    assert programs["localize"] == json.loads(last.out)
+    assert programs["fuse-collectives"] == json.loads(last.out)
 
 
 def test_the_schema_refuses() -> None:

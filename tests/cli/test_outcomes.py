@@ -71,7 +71,7 @@ def test_usage(arguments: tuple[str, ...], wanted: str, graphpar: Command) -> No
             ("dump", "x.py:m", "--tp", "2", "--stage", "traces"),
             "there is no stage 'traces'; known: trace, lower-recurrences, outline, "
             "split-dropout, normalize, name-axes, annotate-partitions, insert-collectives, "
-            "fuse-biases, localize, seed-dropout",
+            "fuse-biases, localize, seed-dropout, fuse-collectives",
         ),
         (
             ("dump", "x.py:m", "--tp", "1", "--stage", "localize"),
@@ -130,7 +130,7 @@ def test_a_fault_of_ours(graphpar: Command, monkeypatch: pytest.MonkeyPatch) -> 
         "internal fault: VerifyError: x is Partial, not Shard(0)",
         "  pipeline: lower-recurrences,outline,split-dropout,normalize,name-axes,"
         "annotate-partitions{tp=2},"
-        "insert-collectives,fuse-biases,localize,seed-dropout",
+        "insert-collectives,fuse-biases,localize,seed-dropout,fuse-collectives",
         "This is a fault of graphpar: please report it with these lines; --traceback gives the "
         "rest.",
     ]

@@ -4,6 +4,7 @@ from torch import fx
 from graphpar.cli import verify
 from graphpar.cli.build import build_stages
 from graphpar.program import Program, copy_program
+from graphpar.unfuse import unfused
 from tests.cli.conftest import MODELS, Command
 
 
@@ -14,7 +15,7 @@ def test_equivalent(options: tuple[object, ...], graphpar: Command) -> None:
     *stages, last = found.out.splitlines()
     assert stages[0].startswith("trace                verified: lint, ")
     if options[1] != 1:
-        assert stages[-1].startswith("localize             verified: lint, ")
+        assert stages[-1].startswith("fuse-collectives     verified: lint, ")
         assert "types" in stages[-1]
     # The output and twelve parameters, and each on every rank where it is not sharded.
     assert last.startswith("equivalent: ")
@@ -32,7 +33,7 @@ def test_masks(rng: str, graphpar: Command) -> None:
 
 def without_conversion(program: Program) -> Program:
     """The program with the gradient of a norm's weight left partial."""
-    broken = copy_program(program)
+    broken = copy_program(unfused(program))
     for _, graph in broken.graphs():
         for node in graph.nodes:
             value = node.args[0] if node.args else None

@@ -69,7 +69,7 @@ def seeded() -> Program:
     """Layers that drop, with masks that follow from a seed."""
     torch.manual_seed(0)
     model, x = dropping_layers()
-    steps = default_pipeline(tp=2, sp=True)
+    steps = default_pipeline(tp=2, sp=True, overlap=False)
     return list(run_pipeline(trace(model, *bind(model, (x,), None)), steps).values())[-1]
 
 

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("provenance", "types", "axes"),
     ("program",),
     ("passes.rules",),
-    ("cost", "ops", "printer", "formats", "simulate", "verify", "trace", "interpret"),
+    ("cost", "ops", "printer", "formats", "simulate", "unfuse", "verify", "trace", "interpret"),
     ("codegen",),
     ("passes",),
     ("pipeline",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,7 @@ from graphpar.trace import bind, trace
 from graphpar.types import I, R, Shard, Type
 from graphpar.verify import verify
 from tests import zoo
-from tests.unit import mutants, mutations
+from tests.unit import fused_mutants, mutants, mutations
 from tests.unit.mutations import Mutant
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.errors.GraphparWarning")
@@ -50,9 +50,9 @@ def traced(model: str) -> tuple[Program, Any, Any]:
 
 
 @functools.cache
-def rewritten(model: str, sp: bool) -> Program:
+def rewritten(model: str, sp: bool, *, overlap: bool = False) -> Program:
     program, _, _ = traced(model)
-    pipeline = default_pipeline(tp=2, sp=sp, rng="exact")
+    pipeline = default_pipeline(tp=2, sp=sp, rng="exact", overlap=overlap)
     return list(run_pipeline(program, pipeline).values())[-1]
 
 
@@ -85,16 +85,25 @@ def difference(program: Program, model: str) -> str:
 def score(model: str, sp: bool) -> tuple[Counter[str], Counter[str]]:
     """How many mutants of each kind there are, and how many are refused; the rest are equal."""
     program = rewritten(model, sp)
+    found = judged(
+        model,
+        chain(
+            mutants.mutants_of_conversions(program),
+            mutants.mutants_of_state(program),
+            mutants.mutants_of_inputs(program),
+            mutants.mutants_of_arguments(program),
+            mutants.mutants_of_biases(program),
+            mutants.mutants_of_forms(program),
+        ),
+    )
+    assert found[0]["removed"] == len(mutations.conversions(program))
+    return found
+
+
+def judged(model: str, candidates: Iterable[Mutant]) -> tuple[Counter[str], Counter[str]]:
     made: Counter[str] = Counter()
     refused: Counter[str] = Counter()
-    for mutant in chain(
-        mutants.mutants_of_conversions(program),
-        mutants.mutants_of_state(program),
-        mutants.mutants_of_inputs(program),
-        mutants.mutants_of_arguments(program),
-        mutants.mutants_of_biases(program),
-        mutants.mutants_of_forms(program),
-    ):
+    for mutant in candidates:
         made[mutant.kind] += 1
         try:
             verify(mutant.program)
@@ -105,11 +114,23 @@ def score(model: str, sp: bool) -> tuple[Counter[str], Counter[str]]:
             assert not found, f"accepted: {mutant.kind} {mutant.what}: {found}"
             assert mutant.kind in EQUIVALENT, f"accepted: {mutant.kind} {mutant.what}"
     print(
-        f"\n{model} sp={sp}: {refused.total()} of {made.total()} mutants refused, "
+        f"\n{model}: {refused.total()} of {made.total()} mutants refused, "
         f"{(made - refused).total()} equal: {made - refused}"
     )
-    assert made["removed"] == len(mutations.conversions(program))
     return made, refused
+
+
+@pytest.mark.parametrize(("model", "sp"), CASES[:2], ids=IDS[:2])
+def test_mutants_of_fused_ops_are_refused(
+    model: str, sp: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = rewritten(model, sp, overlap=True)
+    verify(program)
+    assert not difference(program, model)
+    with capsys.disabled():
+        made, refused = judged(model, fused_mutants.mutants_of_fused_ops(program))
+    assert made == refused
+    assert made["removed"] >= 3
 
 
 @pytest.mark.parametrize(("model", "sp"), CASES, ids=IDS)

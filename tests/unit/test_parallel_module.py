@@ -211,7 +211,7 @@ def test_a_submodule_may_have_any_name() -> None:
 def test_a_plan_can_be_read_without_processes(capsys: pytest.CaptureFixture[str]) -> None:
     parallel = graphpar.transform(net(), (x(),), tp=4)
     assert next(iter(parallel.stages)) == "trace"
-    assert list(parallel.stages)[-1] == "seed-dropout"
+    assert list(parallel.stages)[-1] == "fuse-collectives"
     assert "ops.all_reduce" in parallel.print_readable()
     assert "ops.all_reduce" in capsys.readouterr().out
     assert parallel.report["partition"]["objective_us"] > 0

@@ -22,7 +22,7 @@ def test_a_row_is_the_formula_and_statistics(name: str, row: int, masks: bool) -
     statistics = 4 * 4 * size.s * size.b // (size.t if line.sp else 1)
     if line.replay == "full":
         statistics = 0
-    seed = 0 if masks and line.replay in ("", "gathers") else 16
+    seed = 0 if masks and not line.replay else 16
     assert found == round(line.formula(size, masks)) + statistics + seed
 
 

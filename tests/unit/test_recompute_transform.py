@@ -242,12 +242,22 @@ def test_ops_in_place_are_replayed_alike() -> None:
 
 
 def test_a_gathered_tensor_is_not_kept() -> None:
-    """C50: the shard is, and gathered again."""
+    """C50: the shard is, and gathered again: by products, or by what backward runs again."""
     with torch.device("meta"):
         model = Block(4096, dropout=0.0)
         x = torch.empty(2, 2048, 4096, requires_grad=True)
-    parallel = graphpar.transform(model, (x,), tp=4, sp=True, recompute="full")
-    (plan,) = parallel.program.report["recompute"].plans
-    assert [row.op for row in plan.replayed if "all_" in row.op] == ["graphpar.all_gather.default"]
-    assert not any("all_" in row.op for row in plan.saved)
-    assert dry_run(parallel.program).saved_bytes == 4 * 2 * 2048 * 4096 // 4
+    whole = 4 * 2 * 2048 * 4096
+    plain = [transform_of(model, x, "none", overlap=overlap) for overlap in (False, True)]
+    sizes = [dry_run(each.program).saved_bytes for each in plain]
+    assert sizes[0] - sizes[1] == whole - whole // 4
+    for overlap, ops in ((True, []), (False, ["graphpar.all_gather.default"])):
+        full = transform_of(model, x, "full", overlap=overlap)
+        (plan,) = full.program.report["recompute"].plans
+        assert [row.op for row in plan.replayed if "all_" in row.op] == ops
+        assert not any("all_" in row.op for row in plan.saved)
+        assert dry_run(full.program).saved_bytes == whole // 4
+
+
+def transform_of(model: nn.Module, x: Tensor, recompute: str, *, overlap: bool) -> Any:
+    options: Any = {"tp": 4, "sp": True, "recompute": recompute, "overlap": overlap}
+    return graphpar.transform(model, (x,), **options)

@@ -1,0 +1,288 @@
+"""Conversions and the products beside them as one op, which overlaps the two in backward.
+
+A fused op is what its parts are (:mod:`graphpar.unfuse` takes it apart); it differs in what
+autograd keeps, and in when collectives run:
+
+- Products that share an operand converted to Replicate keep that operand as it was, the shard of
+  it, and convert it once more in backward, for all of them, while the gradient of the operand is
+  computed. The collective of that gradient runs while those of the weights are (Korthikanti et al.
+  2022, section 4.2.2, for g; the same holds for f).
+- A product before a reduce-scatter: the gather of its gradient runs while that of the bias is
+  computed.
+- Parameters converted together: one all-reduce for all of their gradients.
+
+Where derivatives of gradients are asked for, backward is made of the typed conversions instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphpar.ops.kernels import Finish, all_reduced, start
+from graphpar.ops.table import conversion, gradient
+from graphpar.types import I, P, R, Shard, Type
+
+_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+Call = tuple[torch._ops.OpOverload, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """A conversion that can be started, and so can that of its gradient."""
+
+    forward: Call
+    backward: Call
+
+    def start(self, x: Tensor) -> Finish:
+        return _start(*self.forward, x)
+
+    def start_gradient(self, grad: Tensor) -> Finish:
+        return _start(*self.backward, grad)
+
+
+@lru_cache(maxsize=4096)
+def _conversion(source: Type, target: Type, group: str) -> _Conversion:
+    call = conversion(source, target, group)
+    return _Conversion(call, gradient(*call))
+
+
+def _start(op: torch._ops.OpOverload, args: tuple[Any, ...], x: Tensor) -> Finish:
+    if torch.is_grad_enabled():  # a gradient that has derivatives itself
+        return partial(op, x, *args)
+    return start(op._schema.name.removeprefix("graphpar::"), x, *args)
+
+
+def _plainly(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward, given what was saved, that runs below autograd unless its results have
+    derivatives themselves."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors  # a recomputed region runs again here, with autograd
+        if torch.is_grad_enabled():
+            return backward(ctx, saved, *grads)
+        with _below_autograd():
+            return backward(ctx, saved, *grads)
+
+    return run
+
+
+def gather_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+    units: int = 0,
+    keep: bool = False,
+) -> list[Tensor]:
+    source = Shard(dim, tuple(blocks), units)
+    return _linears(_conversion(source, R, group), keep, x, weights, biases)
+
+
+def convert_linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: str
+) -> list[Tensor]:
+    return _linears(_conversion(I, R, group), False, x, weights, biases)
+
+
+def _linears(
+    step: _Conversion,
+    keep: bool,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:
+    biases = list(biases) or [None] * len(weights)
+    if _needs_gradient(x, *weights, *biases):
+        return list(_Linears.apply(step, keep, x, *weights, *biases))  # type: ignore[no-untyped-call]
+    with _below_autograd():
+        return _products(step.start(x)(), weights, biases)
+
+
+def _needs_gradient(*operands: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
+def _products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    return [_linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``aten.linear`` by the ops that compute: below autograd it is one op, which has no cost."""
+    rows = _rows(x)
+    product = rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return product.view(*x.shape[:-1], weight.size(0))
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, step: _Conversion, keep: bool, x: Tensor, *operands: Any
+    ) -> tuple[Tensor, ...]:
+        count = len(operands) // 2
+        weights, biases = operands[:count], operands[count:]
+        with _below_autograd():
+            whole = step.start(x)()
+            results = _products(whole, weights, biases)
+        ctx.step, ctx.layouts = step, [_is_transposed(w) for w in weights]
+        ctx.set_materialize_grads(False)
+        of_x, *rest = ctx.needs_input_grad[2:]
+        of_weights, of_biases = rest[:count], rest[count:]
+        ctx.save_for_backward(
+            x if any(of_weights) else None,
+            whole if any(of_weights) and keep else None,
+            *(w if of_x else None for w in weights),
+        )
+        if not of_x:
+            fixed = zip(results, of_weights, of_biases, strict=True)
+            ctx.mark_non_differentiable(*(y for y, w, b in fixed if not w and not b))
+        return tuple(results)
+
+    @staticmethod
+    @_plainly
+    def backward(
+        ctx: Any, saved: Sequence[Any], *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, kept, *weights = saved
+        of_x, *rest = ctx.needs_input_grad[2:]
+        of_weights, of_biases = rest[: len(grads)], rest[len(grads) :]
+        again: Finish | None = None
+        if any(of_weights):
+            reuse = kept is not None and not torch.is_grad_enabled()
+            again = (lambda: kept) if reuse else ctx.step.start(x)
+        pending: Finish | None = None
+        if of_x:
+            pending = ctx.step.start_gradient(_of_input(grads, weights))
+        rows = [None if g is None else _rows(g) for g in grads]
+        whole = None if again is None else _rows(again())
+        of_each: list[Tensor | None] = [
+            _of_weight(g, whole, transposed) if wanted and g is not None else None
+            for g, wanted, transposed in zip(rows, of_weights, ctx.layouts, strict=True)
+        ]
+        of_each += [
+            g.sum(0) if wanted and g is not None else None
+            for g, wanted in zip(rows, of_biases, strict=True)
+        ]
+        return None, None, None if pending is None else pending(), *of_each
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))
+
+
+def _of_input(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the products' common operand."""
+    total: Tensor | None = None
+    shape: Sequence[int] = ()
+    for grad, weight in zip(grads, weights, strict=True):
+        if grad is not None:
+            shape, rows = grad.shape[:-1], _rows(grad)
+            total = rows.mm(weight) if total is None else torch.addmm(total, rows, weight)
+    assert total is not None  # autograd calls no backward without a gradient
+    return total.reshape(*shape, total.size(-1))
+
+
+def _is_transposed(weight: Tensor) -> bool:
+    return not weight.is_contiguous() and weight.t().is_contiguous()
+
+
+def _of_weight(grad: Tensor, x: Tensor | None, transposed: bool) -> Tensor:
+    """[n, k], laid out as the weight is, so that accumulating it copies nothing."""
+    assert x is not None
+    return x.t().mm(grad).t() if transposed else grad.t().mm(x)
+
+
+# --- a product before a reduce-scatter ------------------------------------------------------------
+
+
+def linear_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dim: int,
+    blocks: Sequence[int],
+    group: str,
+    units: int = 0,
+) -> Tensor:
+    step = _conversion(P, Shard(dim, tuple(blocks), units), group)
+    if _needs_gradient(x, weight, bias):
+        return _LinearScatter.apply(step, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    with _below_autograd():
+        return _scattered(step, x, weight, bias)
+
+
+def _scattered(step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    part = step.start(_linear(x, weight, None))()
+    return part if bias is None else part.add_(bias)
+
+
+class _LinearScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        with _below_autograd():
+            part = _scattered(step, x, weight, bias)
+        ctx.step, ctx.transposed = step, _is_transposed(weight)
+        _, of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        return part
+
+    @staticmethod
+    @_plainly
+    def backward(ctx: Any, saved: Sequence[Any], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = saved
+        _, of_x, of_weight, of_bias = ctx.needs_input_grad
+        pending = ctx.step.start_gradient(grads[0]) if of_x or of_weight else None
+        bias = _rows(grads[0]).sum(0) if of_bias else None
+        if pending is None:
+            return None, None, None, bias
+        whole = pending()
+        return (
+            None,
+            _of_input([whole], [weight]) if of_x else None,
+            _of_weight(_rows(whole), _rows(x), ctx.transposed) if of_weight else None,
+            bias,
+        )
+
+
+# --- parameters converted together ----------------------------------------------------------------
+
+
+def convert_many(xs: Sequence[Tensor], group: str) -> list[Tensor]:
+    trained = [x for x in xs if x.requires_grad and torch.is_grad_enabled()]
+    if not trained:
+        return [x.view_as(x) for x in xs]
+    converted: Iterator[Tensor] = iter(_ConvertMany.apply(group, *trained))  # type: ignore[no-untyped-call]
+    return [next(converted) if x.requires_grad else x.view_as(x) for x in xs]
+
+
+class _ConvertMany(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    @_plainly
+    def backward(ctx: Any, _: Sequence[Any], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [g for g in grads if g is not None]
+        if torch.is_grad_enabled():
+            op = torch.ops.graphpar.all_reduce.default
+            summed: Iterator[Tensor] = iter([op(g, "I", ctx.group) for g in present])
+        else:
+            summed = iter(all_reduced(present, ctx.group))
+        return None, *(None if g is None else next(summed) for g in grads)
