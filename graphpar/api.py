@@ -15,7 +15,7 @@ from graphpar.mesh import check_tp, find_mesh
 from graphpar.parallel_module import ParallelModule
 from graphpar.passes.choose_recompute import parse_bytes
 from graphpar.pipeline import Pipeline, default_pipeline
-from graphpar.trace import example_inputs
+from graphpar.trace import Tracer, example_inputs
 from graphpar.types import Type
 
 
@@ -33,6 +33,7 @@ def transform(
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
     sparse_rnn: bool | str = "auto",
+    trace: str = "once",
 ) -> ParallelModule:
     """Partition an unmodified module over ``tp`` ranks.
 
@@ -71,6 +72,9 @@ def transform(
             sparse ones: "auto", where a model of the time calls that faster at the density that
             the weights have now; True, all; False, none. ``report["sparse_rnn"]`` says what was
             decided for each layer and direction, and why.
+        trace: "once": of repeated layers that run the same ops one is traced, in place of all of
+            them. "flat": every layer is. The result is the same; ``report["trace"]`` says which
+            layers were shared, and where others differ from them.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.
@@ -104,7 +108,11 @@ def transform(
 
     pipeline_of(None, None)  # a wrong option is an error now, not at the first call
 
-    parallel = ParallelModule(model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)))
+    tracer = Tracer(trace)
+
+    parallel = ParallelModule(
+        model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)), tracer
+    )
     call = _example(model, example_args, example_kwargs)
     if call is not None:
         parallel.prepare(*call)

@@ -75,12 +75,17 @@ class ParallelModule(Container):
     """
 
     def __init__(
-        self, model: nn.Module, pipeline_of: PipelineOf, tp: int, mesh: DeviceMesh | None
+        self,
+        model: nn.Module,
+        pipeline_of: PipelineOf,
+        tp: int,
+        mesh: DeviceMesh | None,
+        tracer: Tracer,
     ) -> None:
         super().__init__(type(model).__name__)
         self._tp, self._mesh = tp, mesh
         self._pipeline_of = pipeline_of
-        self._tracer = Tracer()
+        self._tracer = tracer
         self._variants: dict[Hashable, Variant] = {}
         self._first: Variant | None = None
         self._started: set[int] = set()
@@ -269,7 +274,7 @@ class ParallelModule(Container):
         self._show_whole()
         self._sources[0] = self._originals[0] = hollow_on(self._originals[0], where)
         self._variants.clear()
-        self._tracer = Tracer()
+        self._tracer = Tracer(self._tracer.mode)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter and buffer, by all names; the memory is shared."""
@@ -310,8 +315,9 @@ class ParallelModule(Container):
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the passes report. Of the partitioner ("partition"): objective, bound and seconds,
-        axes cut unevenly, products that all ranks do whole, the share of work wasted by these."""
+        """What tracing ("trace": which layers were traced once) and the passes report. Of the
+        partitioner ("partition"): objective, bound and seconds, axes cut unevenly, products that
+        all ranks do whole, the share of work wasted by these."""
         return self.program.report
 
     def print_readable(self) -> str:
