@@ -15,6 +15,7 @@ from graphpar.mesh import check_tp, find_mesh
 from graphpar.parallel_module import ParallelModule
 from graphpar.passes.choose_recompute import parse_bytes
 from graphpar.pipeline import Pipeline, default_pipeline
+from graphpar.runtime import collector_paused
 from graphpar.trace import Tracer, example_inputs
 from graphpar.types import Type
 
@@ -108,14 +109,12 @@ def transform(
 
     pipeline_of(None, None)  # a wrong option is an error now, not at the first call
 
-    tracer = Tracer(trace)
-
-    parallel = ParallelModule(
-        model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)), tracer
-    )
-    call = _example(model, example_args, example_kwargs)
-    if call is not None:
-        parallel.prepare(*call)
+    tracer, ranks = Tracer(trace), find_mesh(mesh, tp, _device_of(model))
+    with collector_paused():
+        parallel = ParallelModule(model, pipeline_of, tp, ranks, tracer)
+        call = _example(model, example_args, example_kwargs)
+        if call is not None:
+            parallel.prepare(*call)
     return parallel
 
 

@@ -20,7 +20,8 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphpar.provenance import Source
 from graphpar.trace.build import op_name
@@ -125,7 +126,7 @@ class Once:
     def __init__(self, model: nn.Module) -> None:
         self.repeated = repeated_modules(model)
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.roots: dict[type, Root] = {}
+        self.roots: dict[tuple[type, torch.device], Root] = {}
         self.events = fx.Graph()
         self.runs: dict[int, tuple[Step, ...]] = {}
         self.traces: list[LayerTrace] = []
@@ -142,6 +143,8 @@ class Once:
             mock.patch.object(tracer, "call_module", self._calls(tracer.call_module)),
             mock.patch.object(tracer, "create_node", self._nodes(tracer.create_node)),
             mock.patch.object(mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
+            # Code of graphs that are read, not run: a twentieth of the time.
+            mock.patch.object(fx.GraphModule, "recompile"),
         ):
             yield
 
@@ -152,12 +155,14 @@ class Once:
             known = module
             if isinstance(module, proxy_tensor._AttrProxy):
                 known = tracer.proxy_modules[module]
-            if self.layer is not None or id(known) not in self.repeated:
+            repeats = self.layer is None and id(known) in self.repeated
+            if not repeats or _modes_of_others():
                 return original(tracer, module, *rest)
             kind = type(known)
+            begin = kind, torch.get_default_device()
             trace = LayerTrace(self.names[id(known)], kind.__name__)
             self.tracer = tracer
-            self.layer = Layer(trace, tracer, self.roots.setdefault(kind, Root()))
+            self.layer = Layer(trace, tracer, self.roots.setdefault(begin, Root()))
             self.traces.append(trace)
             try:
                 with _Functions(self, self.layer):
@@ -272,6 +277,12 @@ class Once:
         args = (run, number)
         item = self.tracer.create_proxy("call_function", operator.getitem, args, {}, name=name)
         proxy_tensor.track_tensor_tree(value, item, constant=None, tracer=self.tracer)
+
+
+def _modes_of_others() -> bool:
+    """Whether a mode is on that is not torch's: it may count how often it is asked."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return not all(type(mode).__module__.startswith("torch.") for mode in modes)
 
 
 def _name(func: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import graphpar
 from graphpar.errors import InputError
@@ -554,6 +555,43 @@ def test_gradients_and_masks_are_the_same() -> None:
         assert b is not None
         assert torch.equal(a, b)
         assert math.isfinite(float(a.sum()))
+
+
+class EveryOther(TorchFunctionMode):
+    """A mode of the user's, on outside of the layers."""
+
+    calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tanh:
+            self.calls += 1
+            func = torch.sin if self.calls % 3 else torch.cos
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_around_the_layers() -> None:
+    class Tanh(Layer):
+        def change(self, x: Tensor) -> Any:
+            return torch.tanh(x) + torch.zeros(WIDTH).to(x)
+
+    class Around(Stack):
+        mode: Callable[[int], Any]
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.first(x)
+            for i, layer in enumerate(self.layers):
+                with self.mode(i):
+                    x = layer(x)
+            return x
+
+    model = Around(Tanh)
+    device = torch.device
+    model.mode = lambda i: device("meta" if i == 1 else "cpu")
+    assert names(check(model)) == ["layers.2", "layers.3"]
+    model.mode = lambda i: EveryOther()
+    assert names(check(model)) == []
 
 
 def test_new_sizes_are_traced_with_symbols() -> None:
