@@ -47,7 +47,7 @@ class Unlike(Exception):
 
 
 Runs = Mapping[int, tuple[Step, ...]]
-
+"""The calls that each run node stands for, by its number."""
 
 _LOOKS = {
     getattr(Tensor, name).__get__
@@ -56,15 +56,18 @@ _LOOKS = {
 _MORE_THAN_LOOKS = {
     getattr(Tensor, name).__get__ for name in ("_base", "_version", "data", "grad_fn", "is_leaf")
 } | {
+    getattr(Tensor, "data").__set__,  # noqa: B009 - its type is that of the attribute
+    getattr(Tensor, "requires_grad").__set__,  # noqa: B009
     Tensor._is_view,
     Tensor.data_ptr,
+    Tensor.requires_grad_,
     Tensor.retain_grad,
     Tensor.set_,
     Tensor.storage,
     Tensor.untyped_storage,
     Tensor.is_set_to,
 }
-
+"""Questions that only the op that made a tensor could answer, and changes that are no op."""
 
 _BUILTIN = (
     types.BuiltinFunctionType,
@@ -112,7 +115,9 @@ class _Functions(TorchFunctionMode):
                 return layer.take(known, reader.operands)
         at, count = layer.at, len(layer.path)
         out = func(*args, **kwargs)
-        if key is not None and layer.recording and len(layer.path) > count:
+        # Not if the first of its ops were followed, and only the later ones are in the path.
+        whole = len(layer.path) > count and layer.path[count][0] in at.next.values()
+        if key is not None and layer.recording and whole:
             with torch._C.DisableTorchFunction():
                 made = layer.shortcut(count, reader.operands, out)
             if made is not None:

@@ -273,6 +273,13 @@ class Several(Layer):
         return torch.cat([b, a], -1) + values.sum() + places.sum() + c.sum()
 
 
+class PartlyTheSame(Layer):
+    """One call of several ops, of which the last differ."""
+
+    def change(self, x: Tensor) -> Any:
+        return x * x[:, 1:3, self.index // 2].sum()
+
+
 class Factories(Layer):
     def change(self, x: Tensor) -> Any:
         place = torch.arange(x.shape[1], device=x.device)[:, None]
@@ -303,6 +310,15 @@ class AsksInVain(Layer):
         except Exception:
             shared = False
         return x * 2 if shared else x * 3
+
+
+class ChangesFlag(Layer):
+    def change(self, x: Tensor) -> Any:
+        y = torch.zeros_like(x)
+        if self.index == 2:
+            y.requires_grad_()
+        z = y * 2
+        return x + (z.cos() if z.requires_grad else z.sin())
 
 
 class OwnFunction(torch.autograd.Function):
@@ -345,10 +361,12 @@ KINDS: list[tuple[type[Layer], list[str]]] = [
     (Autocast, NONE),
     (Detached, ALL),
     (Several, ALL),
+    (PartlyTheSame, ["layers.1", "layers.3"]),
     (Factories, ALL),
     (Attention, ALL),
     (AsksOfMemory, NONE),
     (AsksInVain, NONE),
+    (ChangesFlag, NONE),
     (StraightThrough, ALL),
 ]
 
