@@ -15,7 +15,8 @@ from graphpar.mesh import check_tp, find_mesh
 from graphpar.parallel_module import ParallelModule
 from graphpar.passes.choose_recompute import parse_bytes
 from graphpar.pipeline import Pipeline, default_pipeline
-from graphpar.trace import example_inputs
+from graphpar.runtime import collector_paused
+from graphpar.trace import Tracer, example_inputs
 from graphpar.types import Type
 
 
@@ -34,6 +35,7 @@ def transform(
     hardware: str | Hardware | None = None,
     sparse_rnn: bool | str = "auto",
     overlap: bool = True,
+    trace: str = "once",
 ) -> ParallelModule:
     """Partition an unmodified module over ``tp`` ranks.
 
@@ -75,6 +77,9 @@ def transform(
         overlap: keep the shard of what is gathered for products, and gather it again in backward
             beside them; let other collectives of backward run beside products too, and sum the
             gradients of a block's small parameters by one of them.
+        trace: "once": of repeated layers that run the same ops one is traced, in place of all of
+            them. "flat": every layer is. The result is the same; ``report["trace"]`` says which
+            layers were shared, and where others differ from them.
 
     Raises:
         InputError: an argument is wrong. TraceError: the model cannot be traced.
@@ -109,10 +114,12 @@ def transform(
 
     pipeline_of(None, None)  # a wrong option is an error now, not at the first call
 
-    parallel = ParallelModule(model, pipeline_of, tp, find_mesh(mesh, tp, _device_of(model)))
-    call = _example(model, example_args, example_kwargs)
-    if call is not None:
-        parallel.prepare(*call)
+    tracer, ranks = Tracer(trace), find_mesh(mesh, tp, _device_of(model))
+    with collector_paused():
+        parallel = ParallelModule(model, pipeline_of, tp, ranks, tracer)
+        call = _example(model, example_args, example_kwargs)
+        if call is not None:
+            parallel.prepare(*call)
     return parallel
 
 

@@ -24,6 +24,7 @@ from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
 from graphpar.runtime import (
     Container,
+    collector_paused,
     compile_program,
     local,
     mirror,
@@ -75,12 +76,17 @@ class ParallelModule(Container):
     """
 
     def __init__(
-        self, model: nn.Module, pipeline_of: PipelineOf, tp: int, mesh: DeviceMesh | None
+        self,
+        model: nn.Module,
+        pipeline_of: PipelineOf,
+        tp: int,
+        mesh: DeviceMesh | None,
+        tracer: Tracer,
     ) -> None:
         super().__init__(type(model).__name__)
         self._tp, self._mesh = tp, mesh
         self._pipeline_of = pipeline_of
-        self._tracer = Tracer()
+        self._tracer = tracer
         self._variants: dict[Hashable, Variant] = {}
         self._first: Variant | None = None
         self._started: set[int] = set()
@@ -101,13 +107,13 @@ class ParallelModule(Container):
     # --- tracing ---
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
-        """The variant for such a call, traced now if it is new."""
+        """The variant for such a call, traced now if it is new; its tensors are ordinary ones."""
         args, kwargs = bind(self._source, args, kwargs)
         if on_meta(self._source):
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         key = self._key(args, kwargs)
         if key not in self._variants:
-            with torch.inference_mode(False):  # parameters and constants are ordinary tensors
+            with torch.inference_mode(False), collector_paused():
                 self._variants[key] = self._trace(args, kwargs)
         return self._variants[key]
 
@@ -195,7 +201,7 @@ class ParallelModule(Container):
 
     @property
     def _own_group(self) -> str:
-        return name_on_rank(self._group, 0 if self._mesh is None else self._mesh.get_local_rank())
+        return name_on_rank(self._group, self.place_in_mesh()[0])
 
     # --- running ---
 
@@ -269,7 +275,7 @@ class ParallelModule(Container):
         self._show_whole()
         self._sources[0] = self._originals[0] = hollow_on(self._originals[0], where)
         self._variants.clear()
-        self._tracer = Tracer()
+        self._tracer = Tracer(self._tracer.mode)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter and buffer, by all names; the memory is shared."""
@@ -310,7 +316,7 @@ class ParallelModule(Container):
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the passes report. Of the partitioner ("partition"): objective, bound and seconds,
+        """What passes report; "trace": layers traced once. "partition": objective, bound, seconds,
         axes cut unevenly, products that all ranks do whole, the share of work wasted by these."""
         return self.program.report
 

@@ -362,6 +362,7 @@ def program_hash(program: Program) -> str:
     for name, value in program.constants.items():
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         if value.device.type != "meta":
-            digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+            content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(content.numpy().tobytes())
     digest.update(repr((sorted(program.calls.items()), program.mutations)).encode())
     return digest.hexdigest()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from graphpar.printer import format_python
 from graphpar.program import Program
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Within, Python looks for no cycles: tracing makes many objects, nearly all of which stay, and
+    the collector would walk them again and again (a third of the time)."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Container(nn.Module):

@@ -12,6 +12,7 @@ from graphpar.errors import GraphparError
 from graphpar.interpret import model_state
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.program import Program
+from graphpar.runtime import collector_paused
 from graphpar.trace import trace
 from graphpar.verify import verify
 
@@ -25,10 +26,11 @@ def build_stages(
     """
     names = iter([each.name for each in pipeline])
     try:
-        program = trace(loaded.module, loaded.args, loaded.kwargs)
-        verify(program)
-        seen("trace", program)
-        stages = run_pipeline(program, pipeline, [lambda _, made, __: seen(next(names), made)])
+        with collector_paused():
+            program = trace(loaded.module, loaded.args, loaded.kwargs)
+            verify(program)
+            seen("trace", program)
+            stages = run_pipeline(program, pipeline, [lambda _, made, __: seen(next(names), made)])
     except Exception as error:
         if not isinstance(error, GraphparError):
             error.add_note(f"pipeline: {format_pipeline(pipeline)}")

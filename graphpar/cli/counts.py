@@ -131,9 +131,11 @@ def most_called(program: Program) -> str:
 
 
 def format_report(program: Program) -> str:
-    """What became of recurrences, and what the choice of recomputation and the partitioner
-    report."""
-    lines = [
+    """How repeated layers were traced, what became of recurrences, and what the choice of
+    recomputation and the partitioner report."""
+    traced = program.report.get("trace")
+    lines = [] if traced is None else list(traced.lines())
+    lines += [
         f"{name}: {decision}" for name, decision in program.report.get("sparse_rnn", {}).items()
     ]
     if "recompute" in program.report:

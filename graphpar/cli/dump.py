@@ -90,9 +90,10 @@ def until(pipeline: Pipeline, stage: str) -> Pipeline:
 
 def show(stages: Mapping[str, Program], options: argparse.Namespace, terminal: Terminal) -> None:
     """The last stage, or all, to stdout or to files."""
-    texts = {name: FORMATS[options.format](program) for name, program in stages.items()}
+    chosen = list(stages)[0 if options.all_stages else -1 :]
+    write = FORMATS[options.format]
+    texts = {name: write(each) if name in chosen else "" for name, each in stages.items()}
     if options.output:
-        chosen = list(texts)[0 if options.all_stages else -1 :]
         for path in write_files(options.output, texts, chosen, options.format):
             terminal.write(f"{path}\n")
         return

@@ -11,12 +11,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 
-from graphpar.cli import codegen, demo, dump, plan, verify
 from graphpar.cli.output import Terminal, describe, shown_warnings
 from graphpar.errors import GraphparError
 
+COMMANDS = ("dump", "plan", "verify", "codegen", "demo")
 MEND, FAULT, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")  # the dump has "×" and "…"
-    parser = make_parser()
+    given = sys.argv[1:] if argv is None else argv
+    parser = make_parser(given[0] if given else "")
     try:
         options = parser.parse_args(argv)
         if options.run is None:
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(options.run, options)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of ``command``, whose module alone is imported; of all of them if it is none."""
     parser = argparse.ArgumentParser(
         prog="graphpar",
         description="Tensor and sequence parallelism for unmodified PyTorch models.",
@@ -45,8 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"graphpar {version()}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (dump, plan, verify, codegen, demo):
-        command.add_parser(commands).add_argument(
+    for name in (command,) if command in COMMANDS else COMMANDS:
+        module = import_module(f"graphpar.cli.{name}")
+        module.add_parser(commands).add_argument(
             "--traceback", action="store_true", help="print the traceback of an error"
         )
     return parser

@@ -6,7 +6,8 @@ import re
 import traceback
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.utils._pytree import TreeSpec
 from graphpar.errors import GraphparWarning, TraceError
 from graphpar.provenance import Source
 from graphpar.trace.call import register_dataclasses
+from graphpar.trace.once import Once, Runs, Unlike
+from graphpar.trace.report import TraceReport
 from graphpar.trace.watch import watched
 from graphpar.trace.where import LIBRARY_ROOTS, trace_error, user_line
 
@@ -82,7 +85,8 @@ class Exported:
     """The pre-dispatch ATen graph of a module, with what its placeholders stand for.
 
     ``constants``: the tensors that the forward uses and the model does not register, by name.
-    ``assigned``: the tensor attributes that the forward assigns (``layer.state``).
+    ``assigned``: the tensor attributes that the forward assigns (``layer.state``). ``runs`` are
+    what the run nodes of the graph stand for, and ``report`` says how repeated layers were traced.
     """
 
     graph: fx.Graph
@@ -90,6 +94,8 @@ class Exported:
     constants: Mapping[str, Any]
     out_spec: TreeSpec
     assigned: frozenset[str]
+    runs: Runs = field(default_factory=dict)
+    report: TraceReport = field(default_factory=TraceReport)
 
 
 LeafDim = tuple[int, int]
@@ -101,13 +107,37 @@ def export(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     free: Collection[LeafDim] = (),
+    *,
+    once: bool = False,
 ) -> Exported:
     """Export ``model`` for such a call; the sizes in ``free`` stay symbols where they can.
+
+    With ``once``, and all sizes numbers, layers that do the same are traced once.
 
     Raises:
         TraceError: with the user's line and what to do about it.
     """
+    if not once:
+        return _export(model, args, kwargs, free, None)
+    if free:
+        reason = "sizes are left free"
+    else:
+        shared = Once(model)
+        try:
+            return _export(model, args, kwargs, (), shared)
+        except Exception as error:  # if sharing is not why, it comes again
+            reason = f"a layer asks for {shared.asked}" if shared.asked else str(error)
+    exported = _export(model, args, kwargs, free, None)
+    return replace(exported, report=TraceReport(flat=reason.partition("\n")[0]))
 
+
+def _export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    free: Collection[LeafDim],
+    shared: Once | None,
+) -> Exported:
     def watch_outputs(module: nn.Module, arguments: Any, result: Any) -> None:
         register_dataclasses(result)
 
@@ -117,10 +147,11 @@ def export(
         inputs = clone_inputs(tuple(args)), clone_inputs(dict(kwargs))
         shapes = _free_shapes(model, inputs, free) if free else None
         handle = model.register_forward_hook(watch_outputs)
+        sharing = nullcontext() if shared is None else shared.watching()
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                with watched(model, notices.append):
+                with watched(model, notices.append), sharing:
                     program = torch.export.export(
                         model, *inputs, dynamic_shapes=shapes, strict=False
                     )
@@ -130,8 +161,10 @@ def export(
             raise _explain(error) from error
         finally:
             handle.remove()
+    if shared is not None and shared.asked:
+        raise Unlike(shared.asked)
     for notice in dict.fromkeys(notices):
-        warnings.warn(notice, GraphparWarning, stacklevel=3)
+        warnings.warn(notice, GraphparWarning, stacklevel=4)
     assigned: set[str] = set()
     for warning in caught:
         if found := _ASSIGNED.match(str(warning.message)):
@@ -146,6 +179,8 @@ def export(
         program.constants,
         program.call_spec.out_spec,
         frozenset(assigned),
+        {} if shared is None else shared.runs,
+        TraceReport() if shared is None else TraceReport(tuple(shared.traces)),
     )
 
 

@@ -23,6 +23,7 @@ from graphpar.trace.build import Builder, Call, argument, aten
 from graphpar.trace.composite import is_composite
 from graphpar.trace.functionalize import changes_view, fit, value_written, view_of, written
 from graphpar.trace.memory import Ref, Step
+from graphpar.trace.once import RUN, Runs
 from graphpar.trace.simplify import idle_dropout, simplify
 from graphpar.trace.where import trace_error
 
@@ -106,23 +107,50 @@ class Lowering:
         builder: Builder,
         inputs: Mapping[fx.Node, Any],
         ambient: Sequence[tuple[str, torch.dtype]] = (),
+        runs: Runs | None = None,
     ) -> None:
         self.b = builder
         self.env: dict[fx.Node, Any] = dict(inputs)
         self.autocast = Autocast(builder, ambient)
+        self.runs: Runs = runs or {}
         self.grad_mode = True
         self.writes = False
+        self.around = builder.source
 
     def run(self, nodes: Iterable[fx.Node]) -> None:
         """Lower the calls among ``nodes``."""
         calls = [n for n in nodes if n.op == "call_function"]
-        self.writes = any(written(n.target) or updates_statistics(n) for n in calls)
-        around = self.b.source
+        shared = {step.event.node for steps in self.runs.values() for step in steps}
+        self.writes = any(written(n.target) or updates_statistics(n) for n in {*calls, *shared})
+        self.around = self.b.source
         for node in calls:
-            source = source_of(node.meta.get("stack_trace"), module_path(node))
-            # What a hook of the root computes has no frame.
-            self.b.source = source if source.line else replace(around, module=source.module)
-            self.call(node)
+            if node.target is RUN:
+                self.env[node] = self.run_steps(node)
+            else:
+                self.at(node, module_path(node))
+                self.call(node)
+
+    def at(self, node: fx.Node, module: str) -> None:
+        """Take the source of ``node``, in a call of ``module``."""
+        source = source_of(node.meta.get("stack_trace"), module)
+        # What a hook of the root computes has no frame.
+        self.b.source = source if source.line else replace(self.around, module=module)
+
+    def run_steps(self, run: fx.Node) -> list[Any]:
+        """Lower the calls that ``run`` stands for; their values in order."""
+        inputs: list[fx.Node] = run.args[0]  # type: ignore[assignment]
+        values: list[Any] = []
+        for step in self.runs[run.args[1]]:  # type: ignore[index]
+            event = step.event
+            for operand, (inner, place) in zip(event.operands, step.operands, strict=True):
+                self.env[operand] = values[place] if inner else self.env[inputs[place]]
+            self.at(event.node, step.module)
+            self.call(event.node)
+            found = self.env[event.node]
+            for result in event.results:
+                at = result.place
+                values.append(found if at is None else self.getitem(found, at))
+        return values
 
     def call(self, node: fx.Node) -> None:
         target = node.target

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec
 
-from graphpar.errors import InternalError
+from graphpar.errors import InputError, InternalError
 from graphpar.program import Program, State, placeholders, spec_of, tensor_spec
 from graphpar.program import outputs as outputs_of
 from graphpar.provenance import UNKNOWN, Source
@@ -28,21 +28,40 @@ from graphpar.trace.memory import Ref, Storage
 from graphpar.trace.norms import flatten_images
 from graphpar.trace.where import trace_error
 
+MODES = ("once", "flat")
+
 
 def trace(
-    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mode: str = "once",
 ) -> Program:
     """The forward of ``model`` on inputs like the given ones, as a flat functional Program.
 
     Only shapes, dtypes and devices of tensor inputs matter; other inputs are built in. Train or
     eval mode is as ``model`` is now, and ambient autocast is built in. The model is not changed.
+    ``mode``: "once" traces layers that do the same once (:mod:`graphpar.trace.once`), "flat" every
+    one; the result is the same. ``report["trace"]`` tells which layers differ, and where.
 
     Raises:
-        InputError: the inputs do not fit the model's signature.
+        InputError: the inputs do not fit the model's signature, or the mode is unknown.
         TraceError: the model cannot be traced; the user's line is in the notes.
     """
     args, kwargs = bind(model, args, kwargs)
-    return lower(model, export(model, args, kwargs), args, kwargs)
+    return lower(model, export(model, args, kwargs, once=is_once(mode)), args, kwargs)
+
+
+def is_once(mode: str) -> bool:
+    """Whether layers that do the same are traced once.
+
+    Raises:
+        InputError: an unknown mode.
+    """
+    if mode not in MODES:
+        raise InputError(f"trace must be one of {', '.join(map(repr, MODES))}, not {mode!r}")
+    return mode == "once"
 
 
 def lower(
@@ -61,7 +80,7 @@ def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: Tre
     builder = Builder(_fake_mode(exported))
     builder.source = start
     inputs, constants, refs = _inputs(builder, exported, leaves, states, tensors)
-    lowering = Lowering(builder, inputs, autocast_state())
+    lowering = Lowering(builder, inputs, autocast_state(), exported.runs)
     lowering.run(exported.graph.nodes)
     builder.source = start
     outputs = [
@@ -94,6 +113,7 @@ def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: Tre
         out_spec=exported.out_spec,
         placeholders=tuple(builder.leaf[n] for n in placeholders(builder.graph)),
         mutations=tuple(mutated),
+        report={"trace": exported.report},
     )
 
 

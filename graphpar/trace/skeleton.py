@@ -42,7 +42,12 @@ def on_meta(model: nn.Module) -> bool:
 
 def all_on_meta(model: nn.Module) -> nn.Module:
     """A skeleton of which everything is on the meta device."""
-    return skeleton(model).to("meta")
+    made = skeleton(model)
+    for module in made.modules():
+        held = (*module._parameters.values(), *module._buffers.values())
+        if not all(value is None or value.is_meta for value in held):
+            module._apply(lambda value: value.to("meta"), recurse=False)
+    return made
 
 
 def hollow_on(model: nn.Module, device: torch.device) -> nn.Module:

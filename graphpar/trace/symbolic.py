@@ -22,7 +22,7 @@ from graphpar.errors import TraceError
 from graphpar.program import Program
 from graphpar.trace.call import bind, call_key, flatten
 from graphpar.trace.export import Exported, LeafDim, clone_inputs, export
-from graphpar.trace.program import lower
+from graphpar.trace.program import is_once, lower
 
 
 @dataclass(slots=True)
@@ -39,7 +39,9 @@ class _Form:
 class Tracer:
     """:func:`graphpar.trace.trace` for many calls of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "once") -> None:
+        self.mode = mode
+        self._once = is_once(mode)
         self._forms: dict[Hashable, _Form] = {}
 
     def trace(
@@ -79,7 +81,7 @@ class Tracer:
             if (numeric := specialize(symbolic, leaves)) is not None:
                 form.symbolic.append(symbolic)
                 return numeric
-        exported = export(model, args, kwargs)
+        exported = export(model, args, kwargs, once=self._once)
         form.fixed |= free
         return exported
 

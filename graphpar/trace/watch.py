@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.export import _trace
+from torch.fx.experimental import proxy_tensor
 from torch.fx.proxy import TracerBase
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
@@ -153,7 +154,25 @@ def _export_itself() -> list[Patch]:
             return keep_forwards(tracer, frames)
         return traceback.StackSummary.from_list([users])
 
+    create_node, track = TracerBase.create_node, proxy_tensor.track_tensor_tree
+
+    def without_trace(tracer: Any, kind: str, *rest: Any, **kwargs: Any) -> Any:
+        outer = tracer.record_stack_traces
+        tracer.record_stack_traces = outer and kind != "placeholder"
+        try:
+            return create_node(tracer, kind, *rest, **kwargs)
+        finally:
+            tracer.record_stack_traces = outer
+
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return track(*args, **kwargs)
+
     return [
+        # A quarter of the time for each parameter: traces of the stack, which placeholders do not
+        # need, and torch functions that only ask a tensor's shape, which three modes see.
+        (TracerBase, "create_node", without_trace),
+        (proxy_tensor, "track_tensor_tree", tracked),
         # Export keeps the frames of forwards; the user's line may be in a function they call.
         (TracerBase, "_filter_traceback_frames", innermost),
         # Prints the graph of a trace that failed.

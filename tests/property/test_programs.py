@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import example, given
+from torch import nn
 
 from graphpar.cost import CostModel
+from graphpar.passes.outline import outline
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.testing import compare
 from graphpar.trace import bind, trace
@@ -17,6 +21,7 @@ from graphpar.types import Type
 from tests.property.pick import Seeded
 from tests.property.program_nets import Body, Input, Step
 from tests.property.programs import Program, programs, random_program
+from tests.unit.trace_checks import assert_same_program
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
@@ -173,3 +178,38 @@ def test_many_random_programs_are_equivalent(chunk: int) -> None:
     print(f"{LONG_EXAMPLES - len(failures)} programs without a mismatch")
     if failures:
         raise ExceptionGroup(f"{len(failures)} programs", failures)
+
+
+class Thrice(nn.Module):
+    """A random program as two layers that may do the same, one of them called again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer, copy.deepcopy(layer)])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return [layer(*args, **kwargs) for layer in (*self.layers, self.layers[1])]
+
+
+def check_traced_once(program: Program) -> int:
+    """How many layers were folded."""
+    layer, args, kwargs = program.build()
+    model = Thrice(layer)
+    flat = trace(model, args, kwargs, mode="flat")
+    once = trace(model, args, kwargs)
+    assert_same_program(flat, once)
+    assert_same_program(outline(flat), outline(once))
+    return len(once.report["trace"].folded)
+
+
+@pytest.mark.parametrize("number", [*range(6), 82])  # 82: a constant with strides
+def test_random_layers_are_traced_once(number: int) -> None:
+    check_traced_once(random_program(Seeded(number)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chunk", range(10))
+def test_many_random_layers_are_traced_once(chunk: int) -> None:
+    numbers = range(chunk * 20, (chunk + 1) * 20)
+    folded = [check_traced_once(random_program(Seeded(number))) for number in numbers]
+    assert sum(folded) > len(folded)  # of two each

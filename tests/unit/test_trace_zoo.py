@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphpar.interpret import model_state, run
-from graphpar.program import Program, program_hash
+from graphpar.passes.outline import outline
+from graphpar.program import Program
 from graphpar.trace import bind, flatten, skeleton, trace, unflatten
 from tests import zoo
+from tests.unit.trace_checks import assert_same_program
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -55,9 +57,10 @@ def test_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(p.untyped_storage().nbytes() for p in hollow.parameters()) == 0
     for mode in (True, False):
         program = trace(model.train(mode), (), kwargs)
-        if not mode:
-            hollow_program = trace(hollow.eval(), (), kwargs)
-            assert program_hash(hollow_program) == program_hash(program)
+        if mode:
+            flat = trace(hollow.train(), (), kwargs, mode="flat")
+            assert_same_program(flat, program)
+            assert_same_program(outline(flat), outline(program))
         torch.manual_seed(1)
         expected = model(**kwargs)
         zoo.loss_of(expected).backward()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphpar.interpret import model_state, run
-from graphpar.program import Program
+from graphpar.program import Program, info, program_hash
 from graphpar.trace import bind, flatten, trace, unflatten
 
 
@@ -80,3 +80,19 @@ class Lambda(nn.Module):
 
 def x_(*shape: int) -> Tensor:
     return torch.randn(shape or (2, 8))
+
+
+def assert_same_program(a: Program, b: Program) -> None:
+    """Equal in all there is: nodes by name, calls, sources, state, values of constants."""
+    assert program_hash(a) == program_hash(b)
+    assert [name for name, _ in a.graphs()] == [name for name, _ in b.graphs()]
+    for (_, left), (_, right) in zip(a.graphs(), b.graphs(), strict=True):
+        for x, y in zip(left.nodes, right.nodes, strict=True):
+            assert (x.name, x.op, str(x.target)) == (y.name, y.op, str(y.target))
+            assert str((x.args, x.kwargs)) == str((y.args, y.kwargs))
+            assert info(x) == info(y)
+    assert a.calls == b.calls
+    assert a.state == b.state
+    assert a.placeholders == b.placeholders
+    assert a.mutations == b.mutations
+    assert (a.in_spec, a.out_spec) == (b.in_spec, b.out_spec)

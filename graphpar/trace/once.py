@@ -1,0 +1,302 @@
+"""Repeated layers traced once: what a layer does is compared with what one like it did.
+
+The Python of every layer runs. While it calls the ops that a layer of its class called before
+(:mod:`graphpar.trace.events`), none of them runs and none enters the exported graph: tensors that
+look like the known results are handed out. A *run* node then stands for all of these calls, and
+:class:`graphpar.trace.lower.Lowering` lowers each of them as it would have been. From the first
+call that is another on, the layer is traced as any code is. So whatever a layer reads, writes or
+calls, its graph is the one that tracing every layer gives.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental import proxy_tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from graphpar.provenance import Source
+from graphpar.trace.build import op_name
+from graphpar.trace.events import (
+    Root,
+    Step,
+    Unrecordable,
+    place,
+    state,
+)
+from graphpar.trace.layer import Layer
+from graphpar.trace.repeated import repeated_modules
+from graphpar.trace.report import LayerTrace
+
+_LIBRARY = torch.library.Library("graphpar_trace", "FRAGMENT")
+_LIBRARY.define("run(Tensor[] inputs, int number) -> Tensor[]")
+RUN = torch.ops.graphpar_trace.run.default
+"""``run(inputs, number)`` in an exported graph: the calls of the run of that number."""
+
+
+class Unlike(Exception):
+    """A layer asks of a tensor what only the op that makes it could tell."""
+
+
+Runs = Mapping[int, tuple[Step, ...]]
+"""The calls that each run node stands for, by its number."""
+
+_LOOKS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
+} | {Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_contiguous}
+_MORE_THAN_LOOKS = {
+    getattr(Tensor, name).__get__ for name in ("_base", "_version", "data", "grad_fn", "is_leaf")
+} | {
+    getattr(Tensor, "data").__set__,  # noqa: B009 - its type is that of the attribute
+    getattr(Tensor, "requires_grad").__set__,  # noqa: B009
+    Tensor._is_view,
+    Tensor.data_ptr,
+    Tensor.requires_grad_,
+    Tensor.retain_grad,
+    Tensor.set_,
+    Tensor.storage,
+    Tensor.untyped_storage,
+    Tensor.is_set_to,
+}
+"""Questions that only the op that made a tensor could answer, and changes that are no op."""
+
+_BUILTIN = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+)
+_PYTHON = ("torch.nn.functional", "torch.functional", "torch._tensor")
+
+
+def _follows_from_arguments(func: Any) -> bool:
+    """Whether which ops a torch function calls follows from its arguments."""
+    return isinstance(func, _BUILTIN) or getattr(func, "__module__", None) in _PYTHON
+
+
+class _Functions(TorchFunctionMode):
+    """Sees the torch functions that a layer calls, and what it asks of its tensors."""
+
+    def __init__(self, once: Once, layer: Layer) -> None:
+        self.once = once
+        self.layer = layer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOOKS:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        if func in _MORE_THAN_LOOKS:
+            self.once.asked = _name(func)  # also if the layer goes on after the error
+            raise Unlike(self.once.asked)
+        layer = self.layer
+        if layer.busy or not (layer.following or layer.recording):
+            return func(*args, **kwargs)
+        if not _follows_from_arguments(func):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            reader = layer.reader()
+            try:
+                key = (reader.call(func, args, kwargs), reader.alike(), state(), place())
+            except Unrecordable:
+                key = None
+            if layer.following and (known := layer.at.calls.get(key)) is not None:
+                return layer.take(known, reader.operands)
+        at, count = layer.at, len(layer.path)
+        out = func(*args, **kwargs)
+        # Not if the first of its ops were followed, and only the later ones are in the path.
+        whole = len(layer.path) > count and layer.path[count][0] in at.next.values()
+        if key is not None and layer.recording and whole:
+            with torch._C.DisableTorchFunction():
+                made = layer.shortcut(count, reader.operands, out)
+            if made is not None:
+                at.calls[key] = made
+        return out
+
+
+class Once:
+    """Compares the calls of a model's layers while ``torch.export`` traces it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.repeated = repeated_modules(model)
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.roots: dict[tuple[type, torch.device], Root] = {}
+        self.events = fx.Graph()
+        self.runs: dict[int, tuple[Step, ...]] = {}
+        self.traces: list[LayerTrace] = []
+        self.layer: Layer | None = None
+        self.tracer: Any = None
+        self.asked: str | None = None
+        """What a layer asked of a tensor that its looks do not tell."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, exports share what their layers have in common."""
+        tracer, mode = proxy_tensor._ModuleStackTracer, proxy_tensor.ProxyTorchDispatchMode
+        with (
+            mock.patch.object(tracer, "call_module", self._calls(tracer.call_module)),
+            mock.patch.object(tracer, "create_node", self._nodes(tracer.create_node)),
+            mock.patch.object(mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
+            # Code of graphs that are read, not run: a twentieth of the time.
+            mock.patch.object(fx.GraphModule, "recompile"),
+        ):
+            yield
+
+    # --- what torch.export calls ---
+
+    def _calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_module(tracer: Any, module: nn.Module, *rest: Any) -> Any:
+            known = module
+            if isinstance(module, proxy_tensor._AttrProxy):
+                known = tracer.proxy_modules[module]
+            repeats = self.layer is None and id(known) in self.repeated
+            if not repeats or _modes_of_others():
+                return original(tracer, module, *rest)
+            kind = type(known)
+            begin = kind, torch.get_default_device()
+            trace = LayerTrace(self.names[id(known)], kind.__name__)
+            self.tracer = tracer
+            self.layer = Layer(trace, tracer, self.roots.setdefault(begin, Root()))
+            self.traces.append(trace)
+            try:
+                with _Functions(self, self.layer):
+                    result = original(tracer, module, *rest)
+                self.stop_following()
+                return result
+            finally:
+                self.layer = None
+
+        return call_module
+
+    def _nodes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            layer = self.layer
+            if layer is not None and not layer.busy:
+                target = getattr(args[1], "__name__", str(args[1]))
+                self.stop_following(f"{target} is no op on tensors")
+                layer.recording = False
+            node: fx.Node = original(tracer, *args, **kwargs)
+            return node
+
+        return create_node
+
+    def _ops(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def dispatch(
+            mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            layer = self.layer
+            if layer is None or layer.busy or func is torch.ops.prim.device.default:
+                return original(mode, func, types, args, kwargs)
+
+            def run() -> Any:
+                assert layer is not None
+                layer.busy = True
+                try:
+                    return original(mode, func, types, args, kwargs)
+                finally:
+                    layer.busy = False
+
+            return self.op(layer, func, args, kwargs or {}, run)
+
+        return dispatch
+
+    # --- an op of a layer ---
+
+    def op(
+        self, layer: Layer, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        layer.trace.ops += 1
+        if not (layer.following or layer.recording):
+            return run()
+        reader = layer.reader()
+        try:
+            whole = (reader.call(func, args, kwargs), state(), place())
+        except Unrecordable as error:
+            self.stop_following(f"{op_name(func)}: {error}")
+            layer.recording = False
+            return run()
+        if layer.following:
+            if (event := layer.at.next.get(whole)) is not None:
+                return layer.follow(event, reader.operands)
+            self.stop_following(self.difference(layer, func))
+        if not layer.recording:
+            return run()
+        return layer.record(self.events, whole, reader.operands, run)
+
+    def difference(self, layer: Layer, func: Any) -> str | None:
+        """Why an op is not among those that may come next."""
+        if not layer.at.next:
+            return None if isinstance(layer.at, Root) else f"{op_name(func)} comes after all ops"
+        known = next(iter(layer.at.next.values()))
+        layer.trace.like = layer.trace.like or known.layer
+        at = f" at {Source(*lines[-1])}" if (lines := place()) else ""
+        return f"{op_name(func)}{at} is not as in {known.layer}"
+
+    # --- the end of a run ---
+
+    def stop_following(self, reason: str | None = None) -> None:
+        """Put the run into the graph, and its values that are still in use."""
+        layer = self.layer
+        assert layer is not None
+        if not layer.following:
+            return
+        layer.following = False
+        layer.trace.reason = reason
+        if not layer.steps:
+            return
+        layer.busy = True
+        with (
+            proxy_tensor.disable_proxy_modes_tracing(),
+            torch._C.DisableTorchFunction(),
+            mock.patch.object(self.tracer, "record_stack_traces", False),
+        ):
+            number = len(self.runs)
+            inputs = [self.proxy_of(x) for x in layer.inputs]
+            run = self.tracer.create_proxy("call_function", RUN, (inputs, number), {}, name="run")
+            run.node.meta["val"] = None
+            self.runs[number] = tuple(layer.steps)
+            for n, value in layer.alive():
+                self.track(value, run, n)
+        layer.busy = False
+
+    def proxy_of(self, value: Tensor) -> Any:
+        slot = self.tracer.tensor_tracker.get(value)
+        return value if slot is None else slot.proxy
+
+    def track(self, value: Tensor, run: Any, number: int) -> None:
+        made = self.tracer.tensor_tracker.get(value) is None
+        if made and value.requires_grad and value.is_leaf:
+            _leave_leaves(value)
+        name = f"run_{number}"
+        args = (run, number)
+        item = self.tracer.create_proxy("call_function", operator.getitem, args, {}, name=name)
+        proxy_tensor.track_tensor_tree(value, item, constant=None, tracer=self.tracer)
+
+
+def _modes_of_others() -> bool:
+    """Whether a mode is on that is not torch's: it may count how often it is asked."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return not all(type(mode).__module__.startswith("torch.") for mode in modes)
+
+
+def _name(func: Any) -> str:
+    owner = getattr(func, "__self__", None)
+    return f"Tensor.{getattr(owner, '__name__', None) or func.__name__}"
+
+
+def _leave_leaves(value: Tensor) -> None:
+    """Make ``value`` a tensor that was computed from one with a gradient, as it claims to be."""
+    with torch.enable_grad():
+        value.requires_grad_(False)
+        value.add_(torch.zeros_like(value, requires_grad=True))

@@ -1,0 +1,634 @@
+"""Layers traced once give the program that tracing every layer gives: ops, state, source lines."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import graphpar
+from graphpar.errors import InputError
+from graphpar.passes.outline import outline
+from graphpar.trace import trace
+from graphpar.trace.report import TraceReport
+from tests.unit.trace_checks import assert_same_program
+
+WIDTH, TOKENS = 8, 4
+
+
+def check(model: nn.Module, *args: Any) -> TraceReport:
+    """Both traces of copies of ``model``, before and after outline, are equal."""
+    args = args or (torch.zeros(2, TOKENS, WIDTH),)
+    flat = trace(copy.deepcopy(model), args, mode="flat")
+    once = trace(copy.deepcopy(model), args)
+    assert_same_program(flat, once)
+    assert_same_program(outline(flat), outline(once))
+    assert not flat.report["trace"].layers
+    found = once.report["trace"]
+    assert isinstance(found, TraceReport)
+    return found
+
+
+class Layer(nn.Module):
+    """A layer with a hook for what makes it differ."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def change(self, x: Tensor) -> Any:
+        return x
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(F.gelu(self.up(self.change(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: Callable[[int], nn.Module] = Layer, layers: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)  # so that all layers get what has a gradient
+        self.layers = nn.ModuleList(kind(i) for i in range(layers))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def names(report: TraceReport) -> list[str]:
+    return [each.path for each in report.folded]
+
+
+def test_equal_layers_are_traced_once() -> None:
+    report = check(Stack())
+    assert names(report) == ["layers.1", "layers.2", "layers.3"]
+    assert str(report) == "trace: layers.0 once for itself and 3 more Layer"
+
+
+def test_the_mode_is_checked() -> None:
+    with pytest.raises(InputError, match="one of 'once', 'flat', not 'twice'"):
+        graphpar.transform(Stack(), tp=1, trace="twice")
+
+
+def test_transform_has_the_report() -> None:
+    given = (torch.zeros(2, TOKENS, WIDTH),)
+    parallel = graphpar.transform(Stack(), given, tp=2)
+    assert names(parallel.report["trace"]) == ["layers.1", "layers.2", "layers.3"]
+    flat = graphpar.transform(Stack(), given, tp=2, trace="flat")
+    assert not flat.report["trace"].layers
+
+
+class ScaledByIndex(Layer):
+    def change(self, x: Tensor) -> Any:
+        return x / (self.index + 1)
+
+
+class Windows(Layer):
+    def change(self, x: Tensor) -> Any:
+        return torch.tril(x) if self.index % 2 else torch.triu(x)
+
+
+class DropPath(Layer):
+    def change(self, x: Tensor) -> Any:
+        return F.dropout(x, 0.1 * self.index, self.training)
+
+
+class FloatAttribute(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scale = (1.0, 1.0, -0.0, 0.0)[index]
+
+    def change(self, x: Tensor) -> Any:
+        return x * self.scale
+
+
+class Buffer(Layer):
+    scale: Tensor
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("scale", torch.tensor(float(index)))
+
+    def change(self, x: Tensor) -> Any:
+        return x * self.scale
+
+
+class PlainTensor(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scale = torch.tensor(float(index))
+
+    def change(self, x: Tensor) -> Any:
+        return x * self.scale
+
+
+class Made(Layer):
+    def change(self, x: Tensor) -> Any:
+        return x * torch.tensor(float(self.index))
+
+
+class Closure(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        scale = 1.0 + index
+        self.act: Any = lambda x: x * scale
+
+    def change(self, x: Tensor) -> Any:
+        return self.act(x)
+
+
+class TensorClosure(Layer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        scale = torch.tensor([1.0 + index] * WIDTH)
+        self.act: Any = lambda x: x * scale
+
+    def change(self, x: Tensor) -> Any:
+        return self.act(x)
+
+
+class Property(Layer):
+    @property
+    def scale(self) -> float:
+        return 1.0 + self.index // 2
+
+    def change(self, x: Tensor) -> Any:
+        return x * self.scale
+
+
+class Inner(nn.Module):
+    """State that is not the layer's own: of a class, of a global, of a list."""
+
+    count = 0
+
+
+class ClassCounter(Layer):
+    def change(self, x: Tensor) -> Any:
+        Inner.count += 1
+        return x * Inner.count
+
+
+class GlobalParity(Layer):
+    def change(self, x: Tensor) -> Any:
+        Inner.count += 1
+        return torch.sin(x) if Inner.count % 2 else torch.cos(x)
+
+
+class SharedList(Layer):
+    seen: list[Tensor] = []  # noqa: RUF012 - shared by all, as is the point
+
+    def change(self, x: Tensor) -> Any:
+        self.seen.append(x)
+        return torch.stack(self.seen).sum(0)
+
+
+class Remembered(Layer):
+    """Leaves a tensor from its midst for the next layer."""
+
+    last: list[Tensor] = []  # noqa: RUF012
+
+    def change(self, x: Tensor) -> Any:
+        x = torch.tanh(x)
+        before = self.last[0] if self.last else x
+        self.last[:] = [x]
+        return x + before
+
+
+class BranchOnLine(Layer):
+    def change(self, x: Tensor) -> Any:
+        if self.index == 2:
+            return x * 2
+        return x * 2  # the same op, of another line
+
+
+class ExtraOps(Layer):
+    def change(self, x: Tensor) -> Any:
+        for _ in range(self.index):
+            x = torch.tanh(x)
+        return x
+
+
+class InPlace(Layer):
+    def change(self, x: Tensor) -> Any:
+        x = torch.tanh(x)
+        x[:, :2].mul_(2)
+        view = x.transpose(0, 1)
+        x += 1
+        return view.transpose(0, 1).relu_()
+
+
+class WritesInput(Layer):
+    def forward(self, x: Tensor) -> Any:
+        if self.index:
+            x += 1
+        return self.down(self.up(x))
+
+
+class Counter(Layer):
+    steps: Tensor
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def change(self, x: Tensor) -> Any:
+        self.steps += 1
+        return x * self.steps
+
+
+class NoGrad(Layer):
+    def change(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            scale = x.abs().mean()
+        return x / scale
+
+
+class Autocast(Layer):
+    def change(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ x.transpose(-1, -2) @ x).float()
+
+
+class Detached(Layer):
+    def change(self, x: Tensor) -> Any:
+        return x + torch.tanh(x).detach()
+
+
+class Several(Layer):
+    def change(self, x: Tensor) -> Any:
+        a, b = x.chunk(2, -1)
+        values, places = x.topk(2, -1)
+        c, *_ = torch.split(x, [2, 6], -1)
+        return torch.cat([b, a], -1) + values.sum() + places.sum() + c.sum()
+
+
+class PartlyTheSame(Layer):
+    """One call of several ops, of which the last differ."""
+
+    def change(self, x: Tensor) -> Any:
+        return x * x[:, 1:3, self.index // 2].sum()
+
+
+class Factories(Layer):
+    def change(self, x: Tensor) -> Any:
+        place = torch.arange(x.shape[1], device=x.device)[:, None]
+        ramp = torch.linspace(0, 1, x.shape[-1])
+        return x * place + ramp + torch.zeros(3, 1, dtype=x.dtype)[None, 0] + x.new_ones(1)
+
+
+class Attention(Layer):
+    def change(self, x: Tensor) -> Any:
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        found = F.scaled_dot_product_attention(heads, heads, heads, mask, 0.1 * self.training)
+        return found.transpose(1, 2).flatten(-2)
+
+
+class AsksOfMemory(Layer):
+    def change(self, x: Tensor) -> Any:
+        y = torch.tanh(x)
+        z = y.view(-1)
+        assert z._base is not None
+        return z.view_as(y)
+
+
+class AsksInVain(Layer):
+    def change(self, x: Tensor) -> Any:
+        try:
+            shared = x._is_view()
+        except Exception:
+            shared = False
+        return x * 2 if shared else x * 3
+
+
+class ChangesFlag(Layer):
+    def change(self, x: Tensor) -> Any:
+        y = torch.zeros_like(x)
+        if self.index == 2:
+            y.requires_grad_()
+        z = y * 2
+        return x + (z.cos() if z.requires_grad else z.sin())
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class StraightThrough(Layer):
+    def change(self, x: Tensor) -> Any:
+        return OwnFunction.apply(x)  # type: ignore[no-untyped-call]
+
+
+ALL, NONE = ["layers.1", "layers.2", "layers.3"], list[str]()
+KINDS: list[tuple[type[Layer], list[str]]] = [
+    (ScaledByIndex, NONE),
+    (Windows, ["layers.2", "layers.3"]),
+    (DropPath, NONE),
+    (FloatAttribute, ["layers.1"]),
+    (Buffer, ALL),
+    (PlainTensor, ALL),
+    (Made, NONE),
+    (Closure, NONE),
+    (TensorClosure, ALL),
+    (Property, ["layers.1", "layers.3"]),
+    (ClassCounter, NONE),
+    (GlobalParity, ["layers.2", "layers.3"]),
+    (SharedList, NONE),
+    (Remembered, ["layers.2", "layers.3"]),
+    (BranchOnLine, ["layers.1", "layers.3"]),
+    (ExtraOps, NONE),
+    (InPlace, ALL),
+    (WritesInput, ["layers.2", "layers.3"]),
+    (Counter, ALL),
+    (NoGrad, NONE),
+    (Autocast, NONE),
+    (Detached, ALL),
+    (Several, ALL),
+    (PartlyTheSame, ["layers.1", "layers.3"]),
+    (Factories, ALL),
+    (Attention, ALL),
+    (AsksOfMemory, NONE),
+    (AsksInVain, NONE),
+    (ChangesFlag, NONE),
+    (StraightThrough, ALL),
+]
+
+
+@pytest.mark.parametrize(("kind", "folded"), KINDS, ids=lambda x: getattr(x, "__name__", ""))
+def test_layers_that_differ(
+    kind: type[Layer], folded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fresh() -> None:
+        monkeypatch.setattr(Inner, "count", 0)
+        SharedList.seen.clear()
+        Remembered.last.clear()
+
+    torch.manual_seed(0)
+    model = Stack(kind)
+    given = (torch.zeros(2, TOKENS, WIDTH),)
+    fresh()
+    flat = trace(copy.deepcopy(model), given, mode="flat")
+    fresh()
+    once = trace(copy.deepcopy(model), given)
+    fresh()
+    assert_same_program(flat, once)
+    assert_same_program(outline(flat), outline(once))
+    assert names(once.report["trace"]) == folded
+
+
+class Outputs(Layer):
+    """Another structure of results on some indices."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, y.mean()) if self.index % 2 else y
+
+
+class Caches(Layer):
+    """Keeps and reads what a cache holds for its index."""
+
+    def forward(self, x: Any) -> Any:
+        x, cache = x
+        y: Tensor = super().forward(x)
+        cache[self.index] = y
+        return y + cache.get(self.index - 1, y)
+
+
+class Collects(Stack):
+    def forward(self, x: Tensor) -> Any:
+        found, cache = [], dict[int, Tensor]()
+        x = self.first(x)
+        for layer in self.layers:
+            y = layer((x, cache) if isinstance(layer, Caches) else x)
+            x = y[0] if isinstance(y, tuple) else y
+            found += list(y[1:]) if isinstance(y, tuple) else []
+        return x, found, cache
+
+
+def test_structures_of_results_and_caches() -> None:
+    assert names(check(Collects(Outputs))) == ["layers.2", "layers.3"]
+    assert names(check(Collects(Caches))) == ["layers.2", "layers.3"]
+
+
+def test_a_weight_tied_between_two_layers() -> None:
+    model = Stack()
+    model.layers[1].up.weight = model.layers[2].up.weight  # type: ignore[union-attr]
+    model.layers[3].down.bias = model.layers[3].norm.bias  # type: ignore[union-attr]
+    assert names(check(model)) == ALL
+
+
+def test_frozen_parameters_make_another_group() -> None:
+    model = Stack()
+    for layer in list(model.layers)[:2]:
+        layer.up.weight.requires_grad_(False)  # type: ignore[union-attr]
+    assert names(check(model)) == ["layers.1", "layers.3"]
+
+
+def test_hooks_on_one_layer() -> None:
+    model = Stack()
+    model.layers[1].register_forward_hook(lambda module, args, out: out * 2)
+    model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.layers[2].up.register_forward_hook(lambda module, args, out: None)  # type: ignore[union-attr]
+    assert names(check(model)) == ["layers.3"]
+
+
+def test_flags_of_one_layer() -> None:
+    model = Stack(DropPath)
+    for layer in model.layers:
+        layer.index = 3  # type: ignore[assignment]
+    model.layers[2].eval()
+    assert names(check(model)) == ["layers.1", "layers.3"]
+
+
+def test_modules_replaced_in_one_layer() -> None:
+    model = Stack()
+    model.layers[1].norm = nn.Identity()
+    model.layers[2].up = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH))
+    assert names(check(model)) == ["layers.3"]
+
+
+class Holder(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.block = Layer(0)
+        self.rest = nn.ModuleDict({str(i): Layer(i) for i in range(count)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        for layer in self.rest.values():
+            x = layer(x)
+        return x
+
+
+def test_layers_of_any_container() -> None:
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Layer(0), Holder(2), nn.Sequential(Layer(1)), Holder(1)
+    )
+    assert len(names(check(model))) == 6
+
+
+def test_one_layer_called_again_and_shared_under_two_names() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Linear(WIDTH, WIDTH)
+            self.first = Layer(0)
+            self.layers = nn.ModuleList([Layer(1), self.first, Layer(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.start(x)
+            for layer in [self.first, *self.layers, *self.layers, self.first]:
+                x = layer(x)
+            return x
+
+    assert len(names(check(Again()))) == 7
+
+
+def test_library_layers_called_from_several_lines() -> None:
+    class Lines(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            make = nn.TransformerEncoderLayer
+            self.layers = nn.ModuleList(make(WIDTH, 2, 16, batch_first=True) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.layers[0](x)
+            x = self.layers[1](x)
+            for layer in (self.layers[2], self.layers[3]):
+                x = layer(x)
+            return x
+
+    report = check(Lines())
+    assert names(report)[-1:] == ["layers.3"]
+
+
+def test_writes_through_views_across_layers() -> None:
+    class Slices(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            for layer in self.layers:
+                part = x[..., : WIDTH // 2]
+                y = layer(x)
+                part += y[..., : WIDTH // 2]
+                y.mul_(2)
+                x = x + y
+            return x
+
+    check(Slices(InPlace))
+
+
+class HandsBack(Layer):
+    """Returns its input, a view of it, and a tensor that it wrote to."""
+
+    def forward(self, x: Tensor) -> Any:
+        same, view = x, x.transpose(0, 1)
+        x = self.down(self.up(x))
+        x += 1
+        return x, same, view
+
+
+def test_results_that_are_inputs() -> None:
+    class Uses(Stack):
+        def forward(self, x: Tensor) -> Any:
+            for layer in self.layers:
+                x, same, view = layer(x * 1)
+                same *= 2
+                x = x + view.transpose(0, 1)
+            return x
+
+    check(Uses(HandsBack))
+
+
+def test_gradients_and_masks_are_the_same() -> None:
+    torch.manual_seed(0)
+    model = Stack(Attention)
+    x = torch.randn(2, TOKENS, WIDTH)
+    graphpar.testing.assert_equivalent(model, (x,), tp=2, sp=True)
+    found = []
+    for mode in ("once", "flat"):
+        torch.manual_seed(1)
+        parallel = graphpar.transform(copy.deepcopy(model), (x,), tp=1, trace=mode)
+        torch.manual_seed(2)
+        parallel(x).square().sum().backward()
+        found.append([p.grad for p in parallel.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+        assert math.isfinite(float(a.sum()))
+
+
+class EveryOther(TorchFunctionMode):
+    """A mode of the user's, on outside of the layers."""
+
+    calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tanh:
+            self.calls += 1
+            func = torch.sin if self.calls % 3 else torch.cos
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_around_the_layers() -> None:
+    class Tanh(Layer):
+        def change(self, x: Tensor) -> Any:
+            return torch.tanh(x) + torch.zeros(WIDTH).to(x)
+
+    class Around(Stack):
+        mode: Callable[[int], Any]
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.first(x)
+            for i, layer in enumerate(self.layers):
+                with self.mode(i):
+                    x = layer(x)
+            return x
+
+    model = Around(Tanh)
+    device = torch.device
+    model.mode = lambda i: device("meta" if i == 1 else "cpu")
+    assert names(check(model)) == ["layers.2", "layers.3"]
+    model.mode = lambda i: EveryOther()
+    assert names(check(model)) == []
+
+
+def test_new_sizes_are_traced_with_symbols() -> None:
+    model = Stack()
+    parallel = graphpar.transform(model, (torch.zeros(2, TOKENS, WIDTH),), tp=1)
+    x = torch.randn(3, TOKENS + 1, WIDTH)
+    assert torch.equal(parallel(x), model(x))
+    longer = torch.randn(3, TOKENS + 2, WIDTH)
+    assert torch.equal(parallel(longer), model(longer))
+
+
+def test_an_error_is_that_of_the_model() -> None:
+    class Fails(Layer):
+        def change(self, x: Tensor) -> Any:
+            return x if self.index < 2 or x.sum() > 0 else -x
+
+    messages = []
+    for mode in ("once", "flat"):
+        with pytest.raises(graphpar.GraphparError) as error:
+            trace(Stack(Fails), (torch.zeros(2, TOKENS, WIDTH),), mode=mode)
+        messages.append((str(error.value), error.value.__notes__))
+    assert messages[0] == messages[1]
