@@ -50,7 +50,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphpar
-from graphpar.cost import Roofline, calibrate_cpu, dry_run, total_us
+from graphpar.cost import Roofline, Times, calibrate_cpu, dry_run, total_us
 from graphpar.cost.kernels import KernelRecorder
 from graphpar.memory import LiveBytes
 from graphpar.passes.apply_recompute import apply_recompute
@@ -71,7 +71,6 @@ PRODUCTS = {
     torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-TIMES = Roofline(hardware=calibrate_cpu())
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -159,8 +158,8 @@ class Variant:
         x.grad = None
         return seconds
 
-    def count(self, x: Tensor) -> None:
-        """Kept bytes, FLOPs and kernels of one step."""
+    def count(self, x: Tensor, times: Times) -> Variant:
+        """Kept bytes, FLOPs and modelled time of one step."""
         self.step(x)  # compiles
         self.counter.on = True
         with nullcontext() if self.inside else self.counter():
@@ -172,7 +171,8 @@ class Variant:
         self.module.zero_grad()
         x.grad = None
         self.flops = sum(kernel.flops for kernel in self.counter.recorder.kernels)
-        self.us = total_us(TIMES, self.counter.recorder.kernels)
+        self.us = total_us(times, self.counter.recorder.kernels)
+        return self
 
 
 def gradient_error(forward: Forward, x: Tensor) -> float:
@@ -247,7 +247,7 @@ def peers(module: nn.Module) -> Iterator[Variant]:
         yield Variant(name=name, module=module, forward=forward, base=eager)
 
 
-def ours(module: nn.Module, x: Tensor) -> Callable[[int | None], Variant]:
+def ours(module: nn.Module, x: Tensor, times: Times) -> Callable[[int | None], Variant]:
     """Makes our variant that keeps at most so many bytes, or all that autograd wants.
 
     ``memory_budget`` of ``transform`` is also for state and what a replay makes at once, which the
@@ -256,7 +256,7 @@ def ours(module: nn.Module, x: Tensor) -> Callable[[int | None], Variant]:
     plain = graphpar.transform(module, example_args=(x,), tp=1, recompute="none")
     program = plain.stages["seed-dropout"]
     run = dry_run(program)
-    curve = curve_of(run, TIMES)
+    curve = curve_of(run, times)
 
     def made(name: str, program: Program, base: Variant | None = None) -> Variant:
         forward = compile_program(program)
@@ -285,27 +285,27 @@ def ours(module: nn.Module, x: Tensor) -> Callable[[int | None], Variant]:
 # --- the table ----------------------------------------------------------------------------------
 
 
-def rows(name: str, module: nn.Module, x: Tensor, rounds: int) -> Iterator[list[str]]:
+def rows(name: str, module: nn.Module, x: Tensor, times: Times, rounds: int) -> Iterator[list[str]]:
     with FlopCounterMode(display=False) as counter:
         module(x)
     forward_flops = counter.get_total_flops()
     x.requires_grad_()
-    make = ours(module, x)
+    make = ours(module, x, times)
     variants: list[Variant] = []
     for each in peers(module):
-        each.count(x)
+        each.count(x, times)
         variants.append(each)
     pairs = [(each, make(each.kept)) for each in variants if each.base is not None]
     plain = make(None)
     mine = [plain, *(own for _, own in pairs)]
     for each in mine:
-        each.count(x)
+        each.count(x, times)
     for _ in range(rounds):
         for each in (*variants, *mine):
             each.seconds.append(each.step(x))
     module.double()
     wide = x.detach().double().requires_grad_()
-    make_wide = ours(module, wide)
+    make_wide = ours(module, wide, times)
     for each in variants:
         each.error = gradient_error(each.forward, wide)
     for peer, own in ((None, plain), *pairs):
@@ -333,10 +333,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of time measurement")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
+    times = Roofline(hardware=calibrate_cpu())
     torch._dynamo.config.recompile_limit = 64
     warnings.filterwarnings("ignore", module="torch")
     head = ["block and variant", "kept, sbh", "again", "modelled", "measured", "gradient"]
-    found = [row for each in blocks() for row in rows(*each, rounds)]
+    found = [row for each in blocks() for row in rows(*each, times, rounds)]
     title = "Recomputation in one block: at equal bytes, against PyTorch's"
     report("recompute_block", title, table(head, found))
 

@@ -150,7 +150,7 @@ def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
     if not made or name in _ALLOCATIONS or name in ("wait_tensor", "draw_seed", "call_seed"):
         return None
     label = f"{space}.{name}"
-    if space == "_c10d_functional":
+    if space == "_c10d_functional" and name in _COLLECTIVES:
         whole = max(x.nbytes for x in (*given, *made))
         ranks = _group_size(args[-1])
         return Kernel(op=label, collective=_COLLECTIVES[name], ranks=ranks, whole_bytes=whole)
