@@ -108,7 +108,7 @@ class KernelRecorder(TorchDispatchMode):
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op's result; where torch's fake kernel gives other memory than the real one, the real
     one's."""
-    if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
+    if func is torch.ops._c10d_functional.wait_tensor.default and _has_no_values(args[0]):
         return args[0]
     result = func(*args, **kwargs)
     if func is aten.mkldnn_rnn_layer.default:
@@ -116,6 +116,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.convolution_backward.default:
         return tuple(x if wanted else None for x, wanted in zip(result, args[-1], strict=True))
     return result
+
+
+def _has_no_values(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def _workspace(workspace: Tensor, args: tuple[Any, ...]) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
@@ -65,9 +66,10 @@ def _form(x: Tensor) -> tuple[Any, ...]:
 
 def _without_values(form: tuple[Any, ...]) -> Tensor:
     shape, strides, dtype, requires_grad = form
-    return torch.empty_strided(
-        shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
-    )
+    with _disable_current_modes():
+        return torch.empty_strided(
+            shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
+        )
 
 
 class _Pretend(TorchDispatchMode):
@@ -79,7 +81,7 @@ class _Pretend(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         with _disable_current_modes():
-            if func.is_view and not any(x.is_meta for x in leaves):
+            if func.is_view and not any(map(_is_pretended, leaves)):
                 return func(*args, **kwargs)
             args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
             if "device" in kwargs:
@@ -87,7 +89,12 @@ class _Pretend(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
+def _is_pretended(x: Tensor) -> bool:
+    """Where memory is predicted, what has a value is a FakeTensor, on the meta device too."""
+    return x.is_meta and not isinstance(x, FakeTensor)
+
+
 def _to_meta(x: Tensor) -> Tensor:
-    if x.is_meta:
+    if _is_pretended(x):
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

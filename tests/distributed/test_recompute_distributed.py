@@ -55,7 +55,8 @@ def check_peak(parallel: ParallelModule, kwargs: dict[str, Any]) -> None:
             zoo.loss_of(outputs).backward()
         peaks.append(live.peak)
     buffer_bytes = 2 * 16 * 64 * 8  # batch, sequence, width
-    assert 0 <= min(peaks) - predicted.peak_bytes <= buffer_bytes
+    loss_bytes = 8  # backward of a prediction starts from a sum of losses
+    assert -loss_bytes <= min(peaks) - predicted.peak_bytes <= buffer_bytes
 
 
 def check_agreement(rank: int, group: str) -> str:

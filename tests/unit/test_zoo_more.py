@@ -15,6 +15,7 @@ from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.program import Program, is_getitem
 from graphpar.testing import compare
 from graphpar.trace import trace
+from graphpar.unfuse import unfused
 from tests import zoo
 from tests.zoo.precise import float64_inside
 
@@ -55,7 +56,7 @@ def test_dense_decoders_have_the_papers_collectives(name: str, sp: bool) -> None
     """Korthikanti et al. 2022, figures 4 and 5; parallel branches share their gather."""
     _, _, program = traced(name)
     last = list(run_pipeline(program, default_pipeline(tp=2, sp=sp, rng="exact")).values())[-1]
-    (block,) = last.blocks.values()
+    (block,) = unfused(last).blocks.values()
     found = Counter(
         str(n.target._schema.name).split("::")[1]
         for n in block.nodes
