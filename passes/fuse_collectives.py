@@ -266,8 +266,7 @@ def _fuse_parameters(graph: fx.Graph, small_bytes: int) -> None:
     if len(found) < 2:
         return
     values: list[Any] = [node.args[0] for node in found]
-    for value in values:
-        found[0].prepend(value)
+    _bring_before(graph, found[0], values)
     with graph.inserting_before(found[0]):
         args = (values, MESH_DIM)
         fused = _of_several(graph, _ops.convert_many.default, args, found, "parameters")

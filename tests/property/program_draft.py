@@ -66,7 +66,7 @@ class Draft:
             results = self.net.add(step)
         except (RuntimeError, IndexError, ValueError, TypeError):
             results = []
-        fits = bool(results) and all(fit(x) for x in results) and self.certain(step, results)
+        fits = bool(results) and all(fit(x) for x in results) and self.certain(step)
         if not fits and len(self.net.parts) > count:
             self.net.parts.pop()
             self.net.body = body
@@ -76,20 +76,25 @@ class Draft:
             self.net.values = before
         return fits
 
-    def certain(self, step: Step, results: Sequence[Tensor]) -> bool:
-        """Whether no integer or bool among the results of the last step is a matter of rounding,
-        as is which of two equal rows is the greater."""
+    def certain(self, step: Step) -> bool:
+        """Whether no result of the last step is a matter of rounding, as is which of two equal rows
+        is the greater, or a basis of columns that depend on each other."""
         inputs = [self.values[i] for i in step.inputs]
-        if all(x.is_floating_point() for x in results) or not any(map(is_float, inputs)):
+        if not any(map(is_float, inputs)):
             return True
         noise = torch.Generator().manual_seed(0)
         near = [
             x + 1e-9 * torch.randn(x.shape, dtype=x.dtype, generator=noise) if is_float(x) else x
             for x in inputs
         ]
-        with torch.no_grad(), torch.random.fork_rng():
-            again = as_list(copy.deepcopy(self.net.parts[-1])(*near))
-        return all(is_float(x) or torch.equal(x, y) for x, y in zip(results, again, strict=True))
+        found = []
+        for values in (inputs, near):
+            with torch.no_grad(), torch.random.fork_rng():
+                found.append(as_list(copy.deepcopy(self.net.parts[-1])(*values)))
+        return all(
+            torch.allclose(x, y, rtol=1e-4, atol=1e-4) if is_float(x) else torch.equal(x, y)
+            for x, y in zip(*found, strict=True)
+        )
 
 
 def is_float(x: Tensor) -> bool:

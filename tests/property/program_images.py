@@ -33,9 +33,12 @@ class Image(nn.Module):
         self, xs: Sequence[Tensor], *, form: str, rows: int = 1, out: int = 4, bias: bool = True
     ):
         super().__init__()
-        self.form, self.rows, width = form, rows, xs[0].shape[-1]
+        self.form, self.rows, (length, width) = form, rows, xs[0].shape[1:]
+        # On the CPU torch's own gradient depends on the memory format of the image, if that has
+        # two; instance norms make one image of all.
+        self.flat = form == "instance" or (form.startswith("batch") and rows in (1, length))
+        batch_norm = nn.BatchNorm1d if self.flat else nn.BatchNorm2d
         if form.startswith("batch") and len(xs[0]) == 1:
-            # On the CPU torch's own gradient depends on the memory format of one image.
             raise ValueError("batch norm of one image")
         if form == "plain":
             self.inner: nn.Module = nn.Conv2d(width, out, (1, 3), padding=(0, 1), bias=bias)
@@ -50,27 +53,35 @@ class Image(nn.Module):
         elif form == "transposed":
             self.inner = nn.ConvTranspose2d(width, out, (1, 2), bias=bias)
         elif form in ("batch", "batch_frozen"):
-            self.inner = nn.BatchNorm2d(width)
+            self.inner = batch_norm(width)
         elif form == "batch_plain":
-            self.inner = nn.BatchNorm2d(width, affine=False, track_running_stats=False)
+            self.inner = batch_norm(width, affine=False, track_running_stats=False)
         elif form == "group":
             self.inner = nn.GroupNorm(2, width)
         elif form == "instance":
-            self.inner = nn.InstanceNorm2d(width, affine=True)
+            self.inner = nn.InstanceNorm1d(width, affine=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._of(x.mT.unflatten(-1, (self.rows, -1)))
-        return y.flatten(2).mT
+        image = x.mT.unflatten(-1, (self.rows, -1))
+        if self.flat:
+            return self._normed(image.flatten(2)).mT
+        return self._of(image).flatten(2).mT
+
+    def _normed(self, x: Tensor) -> Tensor:
+        norm = self.inner
+        if self.form == "batch_frozen":
+            assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
+            return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        if self.form == "group" and not x.requires_grad:
+            x = x.contiguous()  # torch crashes: backward has nowhere to write to
+        y: Tensor = norm(x)
+        return y
 
     def _of(self, x: Tensor) -> Tensor:
         form, (rows, columns) = self.form, x.shape[2:]
-        if form == "batch_frozen":
-            norm = self.inner
-            assert isinstance(norm, nn.BatchNorm2d)
-            return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        if form == "group" and not x.requires_grad:
-            x = x.contiguous()  # torch crashes: backward has nowhere to write to
-        if form in CONVS or form in NORMS:
+        if form in NORMS:
+            return self._normed(x)
+        if form in CONVS:
             return self.inner(x)  # type: ignore[no-any-return]
         if form == "avg":
             return F.avg_pool2d(x, (1, min(2, columns)))

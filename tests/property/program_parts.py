@@ -100,6 +100,12 @@ def _written(x: Tensor, n: int) -> Tensor:
     return y
 
 
+def _full_rank(x: Tensor) -> Tensor:
+    """With the identity below: the gradient of a decomposition needs columns that are apart."""
+    identity = torch.eye(x.shape[-1], dtype=x.dtype).expand(*x.shape[:-2], -1, -1)
+    return torch.cat([x, identity], -2)
+
+
 class Shaped(nn.Module):
     """An op without parameters; ``dim`` counts from the end."""
 
@@ -162,7 +168,7 @@ class Shaped(nn.Module):
         "glu": lambda x, dim, n: F.glu(x, dim),
         "in_place": lambda x, dim, n: (x * 1.0).add_(n).mul_(0.5),
         "written": lambda x, dim, n: _written(x, n),
-        "qr": lambda x, dim, n: torch.linalg.qr(x).R,
+        "qr": lambda x, dim, n: torch.linalg.qr(_full_rank(x)).R,
     }
 
     def __init__(self, xs: Sequence[Tensor], *, form: str, dim: int = -1, n: int = 1):
