@@ -15,7 +15,7 @@ from graphpar.cost import GraphRun, Step, dry_run
 from graphpar.errors import VerifyError
 from graphpar.passes.fuse_collectives import fuse_collectives
 from graphpar.pipeline import default_pipeline, run_pipeline
-from graphpar.program import Program, annotate, copy_program, info, tensor_spec
+from graphpar.program import Program, annotate, copy_program, derive, info, tensor_spec
 from graphpar.testing import compare
 from graphpar.trace import trace
 from graphpar.types import R
@@ -186,3 +186,17 @@ def test_an_item_of_another_type_is_refused() -> None:
     annotate(fused_node, type=(program.state["0.norm.weight"].type, *kinds[1:]))
     with pytest.raises(VerifyError, match="not item"):
         verify(program)
+
+
+def test_state_that_is_read_early_stays_in_its_place() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    pipeline = default_pipeline(tp=2, sp=True, overlap=False)
+    program = list(run_pipeline(trace(model, (torch.randn(2, 8, 8),)), pipeline).values())[-1]
+    program = copy_program(program)
+    converted = [n for n in program.graph.nodes if n.target is torch.ops.graphpar.convert.default]
+    first, last = converted[0], converted[-1]
+    value: Any = last.args[0]
+    first.prepend(value)
+    with program.graph.inserting_before(first):
+        derive(program.graph, torch.ops.aten.relu.default, (value,), like=value, origin="test")
+    fuse_collectives(program).graph.lint()
