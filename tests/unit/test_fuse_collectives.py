@@ -189,14 +189,15 @@ def test_an_item_of_another_type_is_refused() -> None:
 
 
 def test_state_that_is_read_early_stays_in_its_place() -> None:
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    pipeline = default_pipeline(tp=2, sp=True, overlap=False)
-    program = list(run_pipeline(trace(model, (torch.randn(2, 8, 8),)), pipeline).values())[-1]
-    program = copy_program(program)
-    converted = [n for n in program.graph.nodes if n.target is torch.ops.graphpar.convert.default]
-    first, last = converted[0], converted[-1]
+    program = copy_program(built(Net, overlap=False)[0])
+    (graph,) = program.blocks.values()
+    converted = [n for n in graph.nodes if n.target is torch.ops.graphpar.convert.default]
+    first, *_, last = [n for n in converted if n.args[0].op == "get_attr"]
     value: Any = last.args[0]
     first.prepend(value)
-    with program.graph.inserting_before(first):
-        derive(program.graph, torch.ops.aten.relu.default, (value,), like=value, origin="test")
-    fuse_collectives(program).graph.lint()
+    with graph.inserting_before(first):
+        derive(graph, torch.ops.aten.relu.default, (value,), like=value, origin="test")
+    found = fuse_collectives(program)
+    assert fused(found)["convert_many"] == 1
+    for fused_graph in found.blocks.values():
+        fused_graph.lint()
