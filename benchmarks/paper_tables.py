@@ -1,14 +1,17 @@
 """The tables of Korthikanti et al. 2022 (arXiv 2205.05198) beside what graphpar predicts.
 
-    python benchmarks/paper_tables.py
+    python benchmarks/paper_tables.py [--no-overlap]
 
 Memory is counted in the graphs of a GPT written as in the paper (examples/paper_gpt.py), on the
 meta device. Times are those of ``graphpar plan`` on the hardware "a100-80gb": data sheets and
-NCCL's constants; nothing is fitted to the paper. No GPU is needed.
+NCCL's constants; nothing is fitted to the paper. No GPU is needed. ``--no-overlap`` gives the times
+of programs whose collectives run in turn with products: the model lets what overlaps run at full
+speed side by side, which no GPU does.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -147,18 +150,18 @@ def first_stage_table(found: dict[str, int]) -> str:
 # --- one layer of 22B ---------------------------------------------------------------------------
 
 
-def stacked(size: Size, sp: bool) -> Program:
+def stacked(size: Size, sp: bool, overlap: bool) -> Program:
     """Three layers, so that one has layers on both sides and not the ends of a model."""
     _, args = layer(size)
     with torch.device("meta"):
         module = nn.Sequential(*(Layer(size) for _ in range(3))).bfloat16()
-    pipeline = default_pipeline(tp=size.t, sp=sp)
+    pipeline = default_pipeline(tp=size.t, sp=sp, overlap=overlap)
     return list(run_pipeline(trace(module, args, {}), pipeline).values())[-1]
 
 
-def layer_table() -> tuple[str, dict[str, float]]:
+def layer_table(overlap: bool) -> tuple[str, dict[str, float]]:
     size = SIZES["22b"]
-    plain, parallel = stacked(size, False), stacked(size, True)
+    plain, parallel = (stacked(size, sp, overlap) for sp in (False, True))
     programs = {
         "no recomputation": plain,
         "sequence parallel": parallel,
@@ -220,7 +223,7 @@ class Ends:
     first_bytes: int
 
 
-def end_to_end(name: str, size: Size, paper: Paper) -> Ends:
+def end_to_end(name: str, size: Size, paper: Paper, overlap: bool) -> Ends:
     traced = trace(*gpt(size))
     say(f"traced {name}")
     pipeline = Pipeline(pp=paper.pp, interleave=paper.interleave, microbatches=paper.microbatches)
@@ -229,7 +232,7 @@ def end_to_end(name: str, size: Size, paper: Paper) -> Ends:
     )
 
     def planner(sp: bool) -> Callable[[Setup], Planner]:
-        stages = run_pipeline(traced, default_pipeline(tp=size.t, sp=sp))
+        stages = run_pipeline(traced, default_pipeline(tp=size.t, sp=sp, overlap=overlap))
         outlined = next(p for text, p in stages.items() if text.startswith("outline"))
         return lambda setup: Planner(outlined, list(stages.values())[-1], setup)
 
@@ -340,15 +343,19 @@ def verdicts(
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-overlap", action="store_true", help="collectives in turn")
+    overlap = not parser.parse_args().no_overlap
     memory, worst = memory_table()
-    layer, overheads = layer_table()
-    found = {name: end_to_end(name, SIZES[name], paper) for name, paper in PAPER.items()}
+    layer, overheads = layer_table(overlap)
+    found = {name: end_to_end(name, SIZES[name], paper, overlap) for name, paper in PAPER.items()}
     fifth, good = fifth_table(found)
     kept = first_stage_table({name: ends.first_bytes for name, ends in found.items()})
     sources = "\n".join(f"- {name}: {source}" for name, source in TIMES.sources.items())
     report(
-        "paper_tables",
-        "The tables of Korthikanti et al. 2022, and ours",
+        "paper_tables" if overlap else "paper_tables_no_overlap",
+        "The tables of Korthikanti et al. 2022, and ours"
+        + ("" if overlap else ", without overlap"),
         "\n\n".join(
             [
                 f"{HARDWARE.name}; sequence 2048, vocabulary 51200, tp=8. Nothing is fitted to the "
