@@ -43,6 +43,7 @@ def _flatten(node: fx.Node, x: fx.Node) -> None:
             (x, list(shape)),
             like=x,
             origin="trace",
+            name="reshape",
             spec=replace(image, shape=shape),
         )
     node.args = (flat, *node.args[1:])
@@ -63,6 +64,7 @@ def _flatten(node: fx.Node, x: fx.Node) -> None:
                 args,
                 like=result,
                 origin="trace",
+                name="reshape",
                 spec=replace(whole, shape=image.shape),
             )
         annotate(result, spec=replace(whole, shape=shape))
