@@ -16,7 +16,7 @@ from graphpar.errors import InputError
 from graphpar.interpret import model_state, run
 from graphpar.mesh import check_tp
 from graphpar.pipeline import default_pipeline, run_pipeline
-from graphpar.program import Program
+from graphpar.program import Program, info
 from graphpar.simulate import Simulation
 from graphpar.trace import bind, flatten, trace
 from graphpar.types import Shard
@@ -26,6 +26,7 @@ _TOLERANCE = {
     torch.complex128: (1e-10, 1e-10),
     torch.float32: (1e-4, 1e-5),
     torch.complex64: (1e-4, 1e-5),
+    torch.bfloat16: (3e-2, 3e-2),
 }
 
 
@@ -60,8 +61,9 @@ def assert_equivalent(
     ``rng="invariant"``, whose masks are not the model's own, the other side is the model rewritten
     for one rank; "per-rank" promises no equality and is refused.
     A difference may be ``atol`` plus ``rtol`` times the largest element of the tensor; both
-    default by dtype (1e-10 for float64). No gradient and a gradient of zeros are alike. The model
-    is not changed.
+    default by dtype (1e-10 for float64): the tensor's own, or a coarser one that the model computes
+    in, as in norms that are always float32. No gradient and a gradient of zeros are alike. The
+    model is not changed.
 
     Raises:
         AssertionError: names the first tensor that differs, and by how much.
@@ -114,7 +116,7 @@ def compare(
 
     ``reference``: a program of the model for one rank, to compare with in its place.
     """
-    check = _Comparison(atol, rtol)
+    check = _Comparison(atol, rtol, _widest_tolerance(program))
     bound = bind(model, args, kwargs)
     leaves, spec = flatten(*bound)
     copies = [[_leaf(leaf) for leaf in leaves] for _ in range(program.ranks + 1)]
@@ -210,9 +212,30 @@ def _backward(outputs: Sequence[Sequence[Any]], cotangents: Sequence[Tensor | No
         torch.autograd.backward(roots, grads)
 
 
+def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    """The relative and the absolute tolerance."""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return 0.0, 0.0
+    return _TOLERANCE.get(dtype, (1e-2, 1e-2))
+
+
+def _widest_tolerance(program: Program) -> tuple[float, float]:
+    """That of the coarsest type that gradients pass through."""
+    found = (0.0, 0.0)
+    for _, graph in program.graphs():
+        for node in graph.nodes:
+            spec = info(node).spec
+            for each in spec if isinstance(spec, tuple) else (spec,):
+                if each is not None and each.differentiable:
+                    found = max(found, _tolerance(each.dtype))
+    return found
+
+
 class _Comparison:
-    def __init__(self, atol: float | None, rtol: float | None) -> None:
-        self.atol, self.rtol = atol, rtol
+    """``least``: tolerances of floating values that are not given are no smaller."""
+
+    def __init__(self, atol: float | None, rtol: float | None, least: tuple[float, float]) -> None:
+        self.atol, self.rtol, self.least = atol, rtol, least
         self.compared, self.worst = 0, 0.0
 
     def __call__(self, what: str, found: Any, expected: Any) -> None:
@@ -224,9 +247,9 @@ class _Comparison:
             if expected.any():
                 raise AssertionError(f"{what} is missing")
             return
-        rtol, atol = _TOLERANCE.get(expected.dtype, (1e-2, 1e-2))
-        if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
-            rtol = atol = 0.0
+        rtol, atol = _tolerance(expected.dtype)
+        if rtol:
+            rtol, atol = max((rtol, atol), self.least)
         rtol = rtol if self.rtol is None else self.rtol
         atol = atol if self.atol is None else self.atol
         if found.shape != expected.shape or found.dtype != expected.dtype:
