@@ -37,16 +37,14 @@ def split(call: Call) -> OpRule:
 
 
 def slice_(call: Call) -> OpRule:
-    """A contiguous slice is one segment; a strided one keeps the dimension whole."""
+    """A contiguous slice is one segment."""
     dim, size = call.dim(), call.x.shape[call.dim()]
     start, end, step = call.get("start", 0), call.get("end", size), call["step"]
     start, end, step = slice(start, end, step).indices(size)
     if (start, end, step) == (0, size, 1):
         return OpRule([call.x.dims], partial=LINEAR)
     if step != 1:
-        out = list(call.x.dims)
-        out[dim] = new_axis(call.results[0].shape[dim])
-        return OpRule([out], whole=[*call.x.dims[dim], *out[dim]], partial=LINEAR)
+        return _strided(call, dim, range(start, end, step))
     sizes = [n for n in (start, end - start, size - end) if n]
     pieces, rule = _take_apart(call.x, dim, sizes)
     rule.results = [pieces[1 if start else 0]]
@@ -55,6 +53,20 @@ def slice_(call: Call) -> OpRule:
         return lambda operands, _: offset * operands[0][dim] // size
 
     rule.local = {"start": scaled(start), "end": scaled(end)}  # type: ignore[dict-item]
+    return rule
+
+
+def _strided(call: Call, dim: int, taken: range) -> OpRule:
+    """Every k-th element of a dimension is the n of (n, k), if it takes one of each k."""
+    x, step = call.x, taken.step
+    out = list(x.dims)
+    out[dim] = new_axis(len(taken))
+    if x.shape[dim] != len(taken) * step or taken.start >= step:
+        return OpRule([out], whole=[*x.dims[dim], *out[dim]], partial=LINEAR)
+    skipped = new_axis(step)
+    stuck = unify(x.dims[dim], [*out[dim], *skipped])
+    rule = OpRule([out], whole=[*stuck, *skipped], partial=LINEAR)
+    rule.local = {"end": lambda operands, _: operands[0][dim]}
     return rule
 
 

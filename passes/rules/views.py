@@ -89,17 +89,20 @@ def repeat(call: Call) -> OpRule:
     return OpRule([out], whole=whole_terms(tiles), partial=LINEAR)
 
 
-def repeat_interleave(call: Call) -> OpRule | None:
+def repeat_interleave(call: Call) -> OpRule:
     """Repeating each element k times: the dimension n becomes (n, k); without a dimension, of the
     flat tensor."""
-    if call["output_size"] is not None:
-        return None
     copies, out = new_axis(int(call["repeats"])), list(call.x.dims)
+    dim = 0
     if call["dim"] is None:
-        flat = [*whole_terms(out), *copies]
-        return OpRule([[flat]], whole=copies, partial=LINEAR)
-    out[call.dim()] = [*out[call.dim()], *copies]
-    return OpRule([out], whole=copies, partial=LINEAR)
+        out = [[*whole_terms(out), *copies]]
+    else:
+        dim = call.dim()
+        out[dim] = [*out[dim], *copies]
+    rule = OpRule([out], whole=copies, partial=LINEAR)
+    if call["output_size"] is not None:
+        rule.local = {"output_size": lambda _, results: results[0][dim]}
+    return rule
 
 
 def view_as_complex(call: Call) -> OpRule:

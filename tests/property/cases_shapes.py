@@ -102,7 +102,10 @@ def repeat(p: Pick) -> Case:
 def repeat_interleave(p: Pick) -> Case:
     x = p.x(*p.shape(0, 3))
     dim = p.one((None, p.dim(x.dim()))) if x.dim() else None
-    return Case(aten.repeat_interleave.self_int, (x, p.number(1, 4), dim))
+    times = p.number(1, 4)
+    whole = x.numel() if dim is None else x.shape[dim]
+    told = p.one(({}, {"output_size": whole * times}))
+    return Case(aten.repeat_interleave.self_int, (x, times, dim), told)
 
 
 # --- parts ---------------------------------------------------------------------------------------

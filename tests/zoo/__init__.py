@@ -60,6 +60,8 @@ MORE: dict[str, Callable[[int, float], Case]] = {
     "qwen2": more.qwen2,
     "qwen2_moe": more.qwen2_moe,
     "qwen3_moe": more.qwen3_moe,
+    "gpt_oss": more.gpt_oss,
+    "deepseek_v3": more.deepseek_v3,
     "mixtral_grouped": more.mixtral_grouped,
     "phi": more.phi,
     "phi3": more.phi3,
@@ -71,6 +73,7 @@ MORE: dict[str, Callable[[int, float], Case]] = {
     "bart": more.bart,
     "clip": more.clip,
     "mamba": more.mamba,
+    "mamba2": more.mamba2,
     "gpt2_odd": more.gpt2_odd,
     "odd": odd.odd,
 }

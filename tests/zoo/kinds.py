@@ -62,6 +62,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "res_net": kind(layers.ResNet, normal(BATCH, 3, 8, 8)),
     "dense_experts": kind(layers.DenseExperts),
     "top_experts": kind(layers.TopExperts),
+    "turns_in_gate": kind(layers.TurnsInGate),
     "low_rank": kind(layers.LowRank),
     "tied": kind(layers.Tied),
     "transposed_weight": kind(layers.TransposedWeight),

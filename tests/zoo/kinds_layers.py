@@ -91,6 +91,19 @@ class TopExperts(Experts):
         return (y * weights.reshape(-1, 4).t()[..., None]).sum(0).view_as(x)
 
 
+class TurnsInGate(UpDown):
+    """Gates and values take turns along one axis, of which they are every second element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(x)
+        gate, value = both[..., ::2], both[..., 1::2]
+        return self.down(gate.sigmoid() * value)  # type: ignore[no-any-return]
+
+
 class LowRank(nn.Module):
     """LoRA: all but a low-rank pair is frozen, norm included, and the pair's inner width is 2."""
 

@@ -106,6 +106,22 @@ def qwen3_moe(layers: int, dropout: float) -> Case:
     return _causal("Qwen3Moe", **_experts(layers, dropout, head_dim=8))
 
 
+def gpt_oss(layers: int, dropout: float) -> Case:
+    """Gates and values of experts take turns along one axis; sinks beside the scores."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 8}
+    experts = {"experts_implementation": "batched_mm"}
+    return _causal("GptOss", **llama_like(layers, dropout, **sizes, **experts))
+
+
+def deepseek_v3(layers: int, dropout: float) -> Case:
+    """Keys and values from a narrow latent; a dense layer, then experts in groups."""
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    groups = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    heads = {"num_key_value_heads": 8, "v_head_dim": 8}
+    sizes = {**_experts(layers, dropout), **heads, **latent, **groups}
+    return _causal("DeepseekV3", **sizes)
+
+
 def phi(layers: int, dropout: float) -> Case:
     return _causal("Phi", **usual(layers, resid_pdrop=dropout))
 
@@ -167,6 +183,13 @@ def clip(layers: int, dropout: float) -> Case:
 def mamba(layers: int, dropout: float) -> Case:
     return _causal(
         "Mamba", hidden_size=WIDTH, num_hidden_layers=layers, state_size=8, **special_tokens()
+    )
+
+
+def mamba2(layers: int, dropout: float) -> Case:
+    sizes = {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8}
+    return _causal(
+        "Mamba2", hidden_size=WIDTH, num_hidden_layers=layers, **sizes, **special_tokens()
     )
 
 

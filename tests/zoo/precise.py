@@ -39,6 +39,7 @@ def float64_inside() -> Iterator[None]:
     with (
         mock.patch.object(Tensor, "float", float_),
         mock.patch.object(Tensor, "to", _widening(to)),
+        mock.patch.object(Tensor, "type", _widening(Tensor.type)),
         mock.patch.object(F, "softmax", _widening(F.softmax)),
         mock.patch.object(torch, "softmax", _widening(torch.softmax)),
     ):
