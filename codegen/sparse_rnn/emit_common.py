@@ -42,9 +42,10 @@ def tanh(x):
 @triton.jit
 def half(x):
     """The upper 16 bits of a float rounded to bf16, to nearest even, in integers: the same on
-    every backend."""
+    every backend. The NaN that a GPU makes has all bits set, and would be rounded to 0."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000)
+    return ((size + 0x7FFF + ((size >> 16) & 1)) >> 16) | ((bits >> 16) & 0x8000)
 
 
 @triton.jit

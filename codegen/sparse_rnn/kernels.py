@@ -320,7 +320,8 @@ class Kernels:
             return launch(candidates[0].part)
         for place, entry in enumerate(candidates):
             entry.raise_late()
-            known, trusted = entry.owner.has(weight), entry.owner.stands(weight)
+            known = entry.owner.has(weight)
+            trusted = entry.owner.stands(weight) and _answers_late(kind.device)
             grown = entry.part.load(weight)
             if trusted:
                 found = launch(entry.part)
@@ -398,6 +399,11 @@ class Kernels:
                 kept.drop(entry)
         for kind in [k for k, kept in self._kept.items() if not kept.entries and not kept.wait]:
             del self._kept[kind]
+
+
+def _answers_late(device: torch.device) -> bool:
+    """Whether to ask a device is to wait for it."""
+    return device.type == "cuda"
 
 
 class _Refused(Exception):

@@ -129,12 +129,13 @@ def _recurrence(
     strict: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(gates, weight, bias, projection, h, c, cell_of(cell))
-    given: tuple[Any, ...] = (gates, weight, bias, projection, h, c)
-    found = active().forward(*given, cell, reverse, save, strict)
+    given: list[Any] = [gates, weight, bias, projection, h, c]
+    how: list[Any] = [cell, reverse, save]
+    found = active().forward(*given, *how, strict)
     if found is None:
         dtype = _working(gates.dtype)
         cast: Any = [None if t is None else t.to(dtype) for t in given]
-        found = stepwise.forward(*cast, cell, reverse, save)
+        found = stepwise.forward(*cast, *how)
     out, last_c, saved = found
     return out.to(gates.dtype), last_c.to(gates.dtype), saved
 
@@ -176,11 +177,12 @@ def _recurrence_backward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = saved.dtype
-    given: tuple[Any, ...] = (dout, dc, out, saved, weight, projection, h, c)
-    found = active().backward(*given, cell, reverse)
+    given: list[Any] = [dout, dc, out, saved, weight, projection, h, c]
+    how: list[Any] = [cell, reverse]
+    found = active().backward(*given, *how)
     if found is None:
         cast: Any = [None if t is None else t.to(dtype) for t in given]
-        found = stepwise.backward(*cast, cell, reverse)
+        found = stepwise.backward(*cast, *how)
     return tuple(t.to(out.dtype) for t in found)  # type: ignore[return-value]
 
 

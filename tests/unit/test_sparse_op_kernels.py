@@ -1,8 +1,10 @@
-"""The op sparse_rnn by the fast kernels, interpreted, against autograd of the unmodified modules."""
+"""The op sparse_rnn by the fast kernels, interpreted, against the unmodified modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
+import graphpar
+from graphpar.codegen.sparse_rnn import kernels as kernels_module
 from graphpar.codegen.sparse_rnn.cells import CELLS
 from graphpar.codegen.sparse_rnn.devices import DEVICES
 from graphpar.codegen.sparse_rnn.exchange import TYPES
-from graphpar.codegen.sparse_rnn.kernels import Kernels, launching
+from graphpar.codegen.sparse_rnn.fast import plan_of
+from graphpar.codegen.sparse_rnn.fast_part import FastPart
+from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.kernels import _ACTIVE, Kernels, launching
+from graphpar.codegen.sparse_rnn.launch import check_device
+from graphpar.codegen.sparse_rnn.limits import Value
+from graphpar.codegen.sparse_rnn.plan import Shape
+from graphpar.codegen.sparse_rnn.recurrence import sparse_rnn
+from graphpar.errors import (
+    CapacityError,
+    GraphparWarning,
+    KernelError,
+    UnsupportedError,
+    WatchdogError,
+)
 from tests.unit.sparse_kernels import Interpreted
 from tests.unit.test_sparse_recurrence import WIDTH, by_module, by_op
 
@@ -65,7 +84,7 @@ def compare(name: str, hidden: int, batch: int, steps: int, dtype: torch.dtype, 
         given: Any = [t.to(kind).requires_grad_() for t in inputs]
         padded = given if name == "lstm" else [*given, None]
         args = (own, name, *padded) if run is by_op else (own, *padded)
-        outs = run(*args)  # type: ignore[operator]
+        outs = run(*args)
         torch.manual_seed(2)
         loss = sum((out * torch.randn(out.shape).to(kind)).sum() for out in outs)
         assert isinstance(loss, Tensor)
@@ -105,3 +124,380 @@ def test_equals_the_module(
     assert run.launches["backward"] >= slices
     assert len(kernels) == 2 * directions
     assert {TYPES[spec.value] for spec in run.specs} == {dtype}
+
+
+# --- training: values, patterns, owners ---
+
+HIDDEN = 8
+
+
+def cell_run(weight: Tensor, seed: int = 0, cell: str = "rnn_tanh", batch: int = 1) -> Tensor:
+    """The states of two steps with ``weight``; float32."""
+    generator = torch.Generator().manual_seed(seed)
+    gates = torch.randn(2, batch, weight.shape[0], generator=generator).to(weight.dtype)
+    h = 0.5 * torch.randn(batch, weight.shape[1], generator=generator).to(weight.dtype)
+    c = torch.zeros_like(h) if cell == "lstm" else None
+    return sparse_rnn(gates, weight, None, None, h, c, cell)[0]
+
+
+def by_products(weight: Tensor, seed: int = 0, cell: str = "rnn_tanh", batch: int = 1) -> Tensor:
+    with library():
+        return cell_run(weight, seed, cell, batch)
+
+
+@contextmanager
+def library() -> Iterator[None]:
+    """No kernels within."""
+    _ACTIVE.append(Kernels())
+    try:
+        yield
+    finally:
+        _ACTIVE.pop()
+
+
+def matrix(seed: int = 0, density: float = 0.3, gates: int = 1, hidden: int = HIDDEN) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = gates * hidden, hidden
+    return torch.randn(shape, generator=generator) * (
+        torch.rand(shape, generator=generator) < density
+    )
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_training_follows_the_module(
+    masked: bool, interpreted: tuple[Kernels, Interpreted]
+) -> None:
+    """With a mask the pattern stands; zeros of a plain weight get gradients, and it grows."""
+    kernels, run = interpreted
+    losses: list[list[float]] = []
+    for by_kernels in (True, False):
+        torch.manual_seed(0)
+        module: Any = nn.RNN(WIDTH, HIDDEN)
+        prune.l1_unstructured(module, "weight_hh_l0", 0.7)
+        if not masked:
+            prune.remove(module, "weight_hh_l0")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        x = torch.randn(2, 1, WIDTH)
+        found = []
+        for _ in range(3):
+            if by_kernels:
+                weight: Any = module.weight_hh_l0
+                if masked:
+                    weight = module.weight_hh_l0_orig * module.weight_hh_l0_mask
+                gates = nn.functional.linear(x, module.weight_ih_l0, module.bias_ih_l0)
+                h = torch.zeros(1, HIDDEN)
+                out = sparse_rnn(gates, weight, module.bias_hh_l0, None, h, None, "rnn_tanh")[0]
+            else:
+                out = functional(module, x)
+            loss = (out - 1).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            if masked:
+                grad, mask = module.weight_hh_l0_orig.grad, module.weight_hh_l0_mask
+                assert grad is not None
+                assert not grad[mask == 0].any()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][2] < losses[0][0]
+    assert run.launches["forward"] >= 3
+    assert run.launches["backward"] >= 3
+    assert len(kernels) == 2  # what grew took the place of what it was
+
+
+def functional(module: Any, x: Tensor) -> Tensor:
+    weight = module.weight_hh_l0
+    if hasattr(module, "weight_hh_l0_orig"):
+        weight = module.weight_hh_l0_orig * module.weight_hh_l0_mask
+    own = module.weight_ih_l0, weight, module.bias_ih_l0, module.bias_hh_l0
+    zero = torch.zeros(1, 1, HIDDEN)
+    found: Tensor = torch.rnn_tanh(x, zero, own, True, 1, 0.0, True, False, False)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "packed"),
+    [
+        (lambda w: w.mul_(2), 1),
+        (lambda w: w.data.mul_(2), 1),  # past autograd's counter of versions
+        (lambda w: w.data.flatten().__setitem__(7, 5.0), 1),  # one more, in its place
+        (lambda w: w.set_(w.clone().mul_(2)), 1),
+        (lambda w: w.zero_(), 1),
+    ],
+    ids=["values", "data", "grown", "other memory", "zero"],
+)
+def test_weights_that_change(
+    change: Callable[[Tensor], Any], packed: int, interpreted: tuple[Kernels, Interpreted]
+) -> None:
+    kernels, _ = interpreted
+    weight = matrix()
+    weight.flatten()[7] = 0
+    for _ in range(2):
+        torch.testing.assert_close(cell_run(weight), by_products(weight))
+        with torch.no_grad():
+            change(weight)
+        torch.testing.assert_close(cell_run(weight), by_products(weight))
+    assert len(kernels) == packed
+
+
+def test_a_trusted_weight_that_grew_is_nan_and_then_an_error(
+    interpreted: tuple[Kernels, Interpreted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU, whose answers come late, does where the version does not tell of a change."""
+    weight = matrix()
+    weight[0] = 0
+    monkeypatch.setattr(kernels_module, "_answers_late", lambda device: True)
+    torch.testing.assert_close(cell_run(weight), by_products(weight))
+    weight.data.mul_(2)
+    torch.testing.assert_close(cell_run(weight), by_products(weight))  # values are never stale
+    weight.data[0, 0] = 1
+    assert cell_run(weight).isnan().all()
+    with pytest.raises(KernelError, match="past its version counter"):
+        cell_run(weight)
+    monkeypatch.undo()
+    torch.testing.assert_close(cell_run(weight), by_products(weight))
+
+
+def test_models_share_nothing(interpreted: tuple[Kernels, Interpreted]) -> None:
+    """Weights of one shape and of other patterns, in turn; also masked, which are new each time."""
+    kernels, run = interpreted
+    weights = [matrix(seed) for seed in range(3)]
+    for turn in range(3):
+        for weight in weights:
+            given = weight if turn == 0 else weight * (weight != 0)
+            torch.testing.assert_close(cell_run(given), by_products(given))
+    assert len(kernels) == 3
+    # In the second turn what follows what is learnt; after that each guess is right.
+    before = run.launches["forward"]
+    for weight in weights:
+        cell_run(weight.clone())
+    assert run.launches["forward"] == before + 3
+
+
+def test_one_weight_in_two_layers(interpreted: tuple[Kernels, Interpreted]) -> None:
+    kernels, run = interpreted
+    weight = matrix().requires_grad_()
+
+    def gradient() -> Tensor:
+        out = cell_run(weight, 0).square().sum() + cell_run(weight, 1).sum()
+        return torch.autograd.grad(out, weight)[0]
+
+    found = gradient()
+    with library():
+        torch.testing.assert_close(found, gradient())
+    assert len(kernels) == 2
+    assert run.launches == {"forward": 2, "backward": 2}
+
+
+def test_patterns_go_with_their_weights(interpreted: tuple[Kernels, Interpreted]) -> None:
+    kernels, _ = interpreted
+    kept = matrix(1)
+    for seed in range(2, 5):
+        weight = matrix(seed)
+        for _ in range(2):
+            cell_run(weight)
+        cell_run(kept)
+        del weight
+    cell_run(matrix(9))
+    assert len(kernels) == 2
+    torch.testing.assert_close(cell_run(kept), by_products(kept))
+    kernels.clear()
+    assert len(kernels) == 0
+
+
+def test_patterns_that_change_each_time_are_the_librarys(
+    interpreted: tuple[Kernels, Interpreted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is drawn anew each time would be packed each time."""
+    monkeypatch.setattr(kernels_module, "_FREE_PACKS", 2)
+    kernels, _ = interpreted
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for seed in range(8):
+            weight = matrix(seed)
+            torch.testing.assert_close(cell_run(weight), by_products(weight))
+    (message,) = [str(each.message) for each in told]
+    assert message.endswith("by the library's sparse products: its pattern changes often")
+    assert len(kernels) == 3
+
+
+def test_no_grad_inference_and_autocast(interpreted: tuple[Kernels, Interpreted]) -> None:
+    _, run = interpreted
+    weight = matrix(gates=4)
+    wanted = by_products(weight, cell="lstm")
+    with torch.no_grad():
+        torch.testing.assert_close(cell_run(weight, cell="lstm"), wanted)
+    with torch.inference_mode():
+        torch.testing.assert_close(cell_run(weight, cell="lstm"), wanted)
+        torch.testing.assert_close(cell_run(weight.clone(), cell="lstm"), wanted)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(cell_run(weight, cell="lstm"), wanted)
+    assert run.launches["forward"] == 4
+    assert not any(spec.save for spec in run.specs)
+
+
+def test_compiled(interpreted: tuple[Kernels, Interpreted]) -> None:
+    _, run = interpreted
+    weight = matrix().requires_grad_()
+    gates, h = torch.randn(2, 1, HIDDEN), torch.rand(1, HIDDEN)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(weight: Tensor) -> Tensor:
+        return sparse_rnn(gates, weight * 2, None, None, h, None, "rnn_tanh")[0] + 1
+
+    (found,) = torch.autograd.grad(compiled(weight).square().sum(), weight)
+    with library():
+        (wanted,) = torch.autograd.grad(compiled(weight).square().sum(), weight)
+    torch.testing.assert_close(found, wanted)
+    assert run.launches == {"forward": 1, "backward": 1}
+
+
+# --- what no kernel runs ---
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("float64", "a kernel takes torch.bfloat16, torch.float16, torch.float32, not"),
+        ("projection", "a kernel has no projections"),
+        ("capacity", "does not fit on H200"),
+        ("not finite", "values that are not finite"),
+        ("old", "triton 3.6: the fast kernels need 3.7"),
+    ],
+)
+def test_what_is_the_librarys(case: str, reason: str, tmp_path: Path) -> None:
+    """With one warning, and the same numbers."""
+    weight, cell = matrix(gates=4), "lstm"
+    device, run = SMALL, Interpreted(tmp_path)
+    if case == "float64":
+        weight = weight.double()
+    if case == "not finite":
+        weight[0, 0] = torch.inf
+    if case == "capacity":
+        device = replace(SMALL, shared_bytes=64)
+
+    def launch(spec: FastSpec, programs: int, arguments: Any) -> None:
+        if case == "old":
+            check_device(programs, multiprocessors=132, capability=(9, 0), triton=(3, 6))
+        run(spec, programs, arguments)
+
+    def call(strict: bool = False) -> Tensor:
+        gates = torch.ones(2, 1, len(weight), dtype=weight.dtype)
+        h, c = (torch.ones(1, HIDDEN, dtype=weight.dtype) for _ in range(2))
+        projection = torch.eye(HIDDEN) if case == "projection" else None
+        return sparse_rnn(gates, weight, None, projection, h, c, cell, False, strict)[0]
+
+    wanted = call()
+    with launching(launch, device), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            torch.testing.assert_close(call(), wanted, equal_nan=True)
+        if case in ("capacity", "old"):
+            for _ in range(2):
+                with pytest.raises((CapacityError, UnsupportedError), match=reason):
+                    call(strict=True)
+        else:
+            torch.testing.assert_close(call(strict=True), wanted, equal_nan=True)
+    (message,) = [str(each.message) for each in told]
+    assert reason in message
+    assert all(each.category is GraphparWarning for each in told)
+    assert not run.launches
+
+
+def test_backward_alone_may_be_the_librarys(
+    interpreted: tuple[Kernels, Interpreted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def refuse(weight: Tensor, cell: str, part: str, **options: Any) -> Any:
+        if part == "backward":
+            raise CapacityError("the gradients of gates do not fit")
+        return plan_of(weight, cell, "forward", **options)
+
+    monkeypatch.setattr(kernels_module, "plan_of", refuse)
+    weight = matrix(gates=3).requires_grad_()
+    with pytest.warns(GraphparWarning, match="the backward of gru .* do not fit"):
+        (grad,) = torch.autograd.grad(cell_run(weight, cell="gru").square().sum(), weight)
+    with library():
+        (wanted,) = torch.autograd.grad(cell_run(weight, cell="gru").square().sum(), weight)
+    torch.testing.assert_close(grad, wanted)
+    assert interpreted[1].launches == {"forward": 1}
+
+
+def test_a_watchdog_is_an_error_and_its_results_nan(tmp_path: Path) -> None:
+    results = []
+
+    def broken(spec: FastSpec, programs: int, arguments: Any) -> None:
+        arguments["out_ptr"].fill_(1.0)
+        arguments["error_ptr"].fill_(1)
+        results.append(arguments["out_ptr"])
+
+    with launching(broken, SMALL):
+        for _ in range(2):
+            with pytest.raises(WatchdogError, match="waited in vain"):
+                cell_run(matrix())
+    assert all(each.isnan().all() for each in results)
+    assert len(results) == 2
+
+
+@pytest.mark.parametrize("value", TYPES)
+@pytest.mark.parametrize("column", [0, 1])
+def test_states_that_are_no_numbers_spread(column: int, value: Value, tmp_path: Path) -> None:
+    """Also the NaN that GPUs make, all of whose bits are set, which is not to be rounded to 0."""
+    shape = Shape(warps=2)
+    weight = torch.ones(HIDDEN, HIDDEN)
+    part = FastPart(
+        weight, "rnn_relu", "forward", launch=Interpreted(tmp_path), programs=2, shape=shape,
+        value=value,
+    )  # fmt: skip
+    gates = torch.zeros(2, 2, HIDDEN)
+    gates[0, column, 0] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    out, _, _ = part.forward(gates, None, torch.zeros(2, HIDDEN), None, save=False)
+    assert out[1, column].isnan().all()
+    assert float(out[:, 1 - column].abs().max()) < 1e-30
+
+
+# --- a model, end to end ---
+
+
+def test_a_pruned_language_model_trains_by_kernels(
+    interpreted: tuple[Kernels, Interpreted],
+) -> None:
+    """``transform`` of the unmodified model; its loss is that of the mask times dense products."""
+
+    class Speller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(16, HIDDEN)
+            self.lstm = nn.LSTM(HIDDEN, HIDDEN, bidirectional=True)
+            self.head = nn.Linear(2 * HIDDEN, 16)
+
+        def forward(self, text: Tensor) -> Tensor:
+            states, _ = self.lstm(self.embed(text[:-1]))
+            return nn.functional.cross_entropy(self.head(states).flatten(0, 1), text[1:].flatten())
+
+    kernels, run = interpreted
+    torch.manual_seed(0)
+    text = torch.randint(16, (3, 2))
+    losses: list[list[float]] = []
+    for by_kernels in (True, False):
+        torch.manual_seed(1)
+        model: nn.Module = Speller()
+        for name, _ in list(model.named_parameters()):
+            if "weight_hh" in name:
+                prune.l1_unstructured(model.lstm, name.removeprefix("lstm."), 0.8)
+        if by_kernels:
+            model = graphpar.transform(model, (text,), tp=1, sparse_rnn=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        found = []
+        for _ in range(3):
+            loss = model(text)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        losses.append(found)
+    assert run.launches == {"forward": 6, "backward": 6}
+    assert len(kernels) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][2] < losses[0][0]
