@@ -131,7 +131,7 @@ def _recurrence(
     _check(gates, weight, bias, projection, h, c, cell_of(cell))
     given: list[Any] = [gates, weight, bias, projection, h, c]
     how: list[Any] = [cell, reverse, save]
-    found = active().forward(*given, *how, strict)
+    found = active().forward(*given, *how, *[strict])
     if found is None:
         dtype = _working(gates.dtype)
         cast: Any = [None if t is None else t.to(dtype) for t in given]
