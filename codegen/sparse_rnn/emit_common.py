@@ -162,7 +162,8 @@ def sizes(spec: KernelSpec) -> dict[str, int]:
 
 
 def weights_text(spec: KernelSpec) -> Iterator[str]:
-    """Load what stays on chip: non-zeros, their columns, and where each row's slots are."""
+    """Load what stays on chip: non-zeros, their columns, and where each row's slots are; and what
+    the launch counts on from."""
     yield "block = tl.program_id(0)"
     yield "k = tl.arange(0, KT * S)"
     yield "value = tl.load(value_ptr + block * (KT * S) + k)"
@@ -175,6 +176,9 @@ def weights_text(spec: KernelSpec) -> Iterator[str]:
     yield "own = unit >= 0"
     yield "j = tl.arange(0, NP)"
     yield "there = j < N"
+    yield "epoch = tl.load(clock_ptr)"
+    if spec.sync == "counter":
+        yield "arrived = tl.load(clock_ptr + 1)"
 
 
 def product_text(spec: KernelSpec, source: str, epoch: str) -> Iterator[str]:

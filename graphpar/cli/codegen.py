@@ -38,9 +38,8 @@ def add_parser(
     parser = commands.add_parser(
         "codegen",
         help="print the kernels of sparse recurrences",
-        description="Print the kernels of a model's sparse recurrences, those of forward unless "
-        "--backward. No GPU is needed: its code is compiled, and checked, for the architecture that "
-        "is named.",
+        description="Print the kernels of a model's sparse recurrences. No GPU is needed: its code "
+        "is compiled, and checked, for the architecture that is named.",
     )
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument(
@@ -61,7 +60,9 @@ def add_parser(
         default="lamport",
         help="how blocks wait: for words that carry their epoch (default), or at a counter barrier",
     )
-    parser.add_argument("--backward", action="store_true", help="the kernels of backward instead")
+    parser.add_argument(
+        "--backward", action="store_true", help="the kernels of backward, not of forward"
+    )
     parser.set_defaults(run=run)
     return parser
 

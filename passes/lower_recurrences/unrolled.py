@@ -7,7 +7,7 @@ of another one. Through another product it would be layers that share weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from graphpar.passes.lower_recurrences.loops import Loop, Values, inner_nodes
 from graphpar.passes.lower_recurrences.pieces import CASTS, SAME, SPLITS, aten, shape_of
 from graphpar.program import Program, info, is_getitem, tensor_spec
 
-_PRODUCTS = {
+_PRODUCTS: Mapping[Any, int] = {
     aten.linear.default: 0,
     aten.addmm.default: 1,
     aten.mm.default: 0,

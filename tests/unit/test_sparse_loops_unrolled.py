@@ -32,7 +32,8 @@ class Autocast(nn.Module):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             for each in x:
                 state = self.cell(each, state)
-        return state[0] if self.lstm else state
+        found: Tensor = state[0] if self.lstm else state
+        return found
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
