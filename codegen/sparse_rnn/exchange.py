@@ -19,6 +19,14 @@ TYPES: Mapping[Value, torch.dtype] = {
 }
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the launches of now go into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 class Exchange:
     """What the blocks of one kernel share.
 
@@ -70,7 +78,7 @@ class Exchange:
         later, and a launch that is captured gives none."""
         if not self.error.is_cuda:
             self.check()
-        elif not torch.cuda.is_current_stream_capturing():
+        elif not capturing(self.error.device):
             self._told.copy_(self.error, non_blocking=True)
 
     def told(self) -> None:

@@ -16,7 +16,7 @@ from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.devices import WARP
 from graphpar.codegen.sparse_rnn.emit_fast import constants
 from graphpar.codegen.sparse_rnn.emit_fast_parts import arguments
-from graphpar.codegen.sparse_rnn.exchange import TYPES, Exchange
+from graphpar.codegen.sparse_rnn.exchange import TYPES, Exchange, capturing
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.limits import Value, slices_of
 from graphpar.codegen.sparse_rnn.operands import (
@@ -34,11 +34,6 @@ Launch = Callable[[FastSpec, int, Mapping[str, Any]], None]
 """Runs the kernel of a spec with so many blocks at once, on these arguments."""
 
 _ALIGNMENT = 16  # what kernels are compiled for
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the launches of now go into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class FastPart:

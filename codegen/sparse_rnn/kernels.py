@@ -12,24 +12,24 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from graphpar.codegen.sparse_rnn.devices import Device
-from graphpar.codegen.sparse_rnn.exchange import TYPES
+from graphpar.codegen.sparse_rnn.exchange import TYPES, capturing
 from graphpar.codegen.sparse_rnn.fast import plan_of
-from graphpar.codegen.sparse_rnn.fast_part import FastPart, Launch, capturing
+from graphpar.codegen.sparse_rnn.fast_part import FastPart, Launch
+from graphpar.codegen.sparse_rnn.kept import Entry, Kept, Kind
 from graphpar.codegen.sparse_rnn.launch import FastLauncher, planned_device
 from graphpar.codegen.sparse_rnn.limits import MAX_BATCH, Value
 from graphpar.codegen.sparse_rnn.owners import Later, Owner
 from graphpar.codegen.sparse_rnn.spec import PartName, power_of_two
 from graphpar.errors import (
     CapacityError,
-    GraphparError,
     GraphparWarning,
     InputError,
     KernelError,
@@ -39,7 +39,6 @@ from graphpar.errors import (
 T = TypeVar("T")
 VALUES: dict[torch.dtype, Value] = {dtype: value for value, dtype in TYPES.items()}
 _FREE_PACKS = 8  # of one kind, before a pattern that changes goes to the library's products
-_FIRST_WAIT, _LONGEST_WAIT = 16, 4096  # calls before packing is tried again
 _MOST_LOST = 64  # patterns kept whose weight is gone: a masked weight is a new one each time
 _SWEEP = 64  # calls between looks for weights that are gone
 
@@ -52,84 +51,6 @@ class Backend:
     device: Device
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What kernels of one pattern have in common; ``columns``: of the batch, rounded up."""
-
-    part: PartName
-    cell: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    reverse: bool
-    columns: int
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A packed pattern; ``owner``: the weight that it served last. ``kept``: which came twice."""
-
-    part: FastPart
-    owner: Owner
-    used: int = 0
-    kept: bool = False
-    following: _Entry | None = None
-    pending: Later | None = None
-
-    def ask_late(self, grown: Tensor) -> None:
-        """Of a weight that is trusted to fit: the answer is looked at in the next call."""
-        self.pending = Later(grown)
-
-    def raise_late(self) -> None:
-        pending = self.pending
-        if pending is not None and pending.ready() and pending.value():
-            self.pending, self.owner = None, Owner.none()
-            raise KernelError(
-                f"a recurrent weight of {self.part.cell.name} got non-zeros outside of its pattern "
-                "past its version counter (by .data, or in a CUDA graph): results of its last "
-                "call were NaN; write weights under torch.no_grad() instead"
-            )
-
-
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """Of one kind: the entries, and how long to wait before packing again."""
-
-    entries: list[_Entry] = field(default_factory=list)
-    last: _Entry | None = None
-    packs: int = 0
-    wait: int = 0
-    patience: int = _FIRST_WAIT
-    missed: bool = False
-    fault: GraphparError | None = None
-
-    def candidates(self, weight: Tensor) -> list[_Entry]:
-        """Those whose weight this is first, then what came after the last one last time."""
-        own = [e for e in self.entries if e.owner.has(weight)]
-        guess = None if self.last is None else self.last.following
-        rest = [e for e in reversed(self.entries) if e not in own and e is not guess]
-        return [*own, *([guess] if guess is not None and guess not in own else []), *rest]
-
-    def accept(self, entry: _Entry, weight: Tensor, tick: int) -> None:
-        entry.kept |= entry.owner.has(weight)
-        entry.owner, entry.used, self.missed = Owner.of(weight), tick, False
-        if self.last is not None:
-            self.last.following = entry
-        self.last = entry
-
-    def refuse(self, fault: GraphparError | None) -> None:
-        self.fault, self.wait = fault, self.patience
-        self.patience = min(2 * self.patience, _LONGEST_WAIT)
-
-    def drop(self, entry: _Entry) -> None:
-        self.entries.remove(entry)
-        for other in self.entries:
-            if other.following is entry:
-                other.following = None
-        if self.last is entry:
-            self.last = None
-
-
 class Kernels:
     """Runs recurrences by kernels where those exist, fit and pay; ``backend``: for all devices,
     else each GPU has its own."""
@@ -137,7 +58,7 @@ class Kernels:
     def __init__(self, backend: Backend | None = None) -> None:
         self._given = backend
         self._backends: dict[torch.device, Backend] = {}
-        self._kept: dict[_Kind, _Kept] = {}
+        self._kept: dict[Kind, Kept] = {}
         self._warned: set[str] = set()
         self._tick = 0
         self._lock = threading.RLock()  # autograd runs backward in threads of its own
@@ -235,7 +156,7 @@ class Kernels:
         projection: Tensor | None,
         cell: str,
         reverse: bool,
-    ) -> _Kind | None:
+    ) -> Kind | None:
         if self._given is None and weight.device.type != "cuda":
             return None
         if not sequence.numel() or not weight.numel():
@@ -247,7 +168,7 @@ class Kernels:
             reason = f"a kernel takes {', '.join(map(str, VALUES))}, not {weight.dtype}"
         shape = tuple(weight.shape)
         columns = min(power_of_two(sequence.shape[1]), MAX_BATCH)
-        kind = _Kind(part, cell, shape, weight.dtype, weight.device, reverse, columns)
+        kind = Kind(part, cell, shape, weight.dtype, weight.device, reverse, columns)
         if reason:
             self._to_library(kind, reason)
             return None
@@ -260,7 +181,7 @@ class Kernels:
             self._backends[device] = Backend(FastLauncher(), planned_device(device))
         return self._backends[device]
 
-    def _to_library(self, kind: _Kind, reason: str) -> None:
+    def _to_library(self, kind: Kind, reason: str) -> None:
         if capturing(kind.device):
             raise KernelError(
                 f"{kind.cell} of {kind.shape[1]} units cannot be captured in a CUDA graph: it runs "
@@ -276,18 +197,19 @@ class Kernels:
 
     def _run(
         self,
-        kind: _Kind,
+        kind: Kind,
         weight: Tensor,
         batch: int,
         save: bool,
         launch: Callable[[FastPart], T],
         strict: bool,
     ) -> T | None:
-        with self._lock:
+        on = torch.cuda.device(kind.device) if kind.device.type == "cuda" else nullcontext()
+        with self._lock, on:
             self._tick += 1
             if self._tick % _SWEEP == 0:
                 self._sweep()
-            kept = self._kept.setdefault(kind, _Kept())
+            kept = self._kept.setdefault(kind, Kept())
             try:
                 return self._serve(kept, kind, weight, batch, save, launch)
             except (CapacityError, UnsupportedError, InputError) as error:
@@ -302,8 +224,8 @@ class Kernels:
 
     def _serve(
         self,
-        kept: _Kept,
-        kind: _Kind,
+        kept: Kept,
+        kind: Kind,
         weight: Tensor,
         batch: int,
         save: bool,
@@ -348,8 +270,8 @@ class Kernels:
 
     def _pack(
         self,
-        kept: _Kept,
-        kind: _Kind,
+        kept: Kept,
+        kind: Kind,
         weight: Tensor,
         batch: int,
         save: bool,
@@ -371,7 +293,7 @@ class Kernels:
         )
         part.prepare(batch, save)
         found = launch(part)
-        entry = _Entry(part, Owner.none())
+        entry = Entry(part, Owner.none())
         kept.entries.append(entry)
         kept.accept(entry, weight, self._tick)
         kept.packs += 1

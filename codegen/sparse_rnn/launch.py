@@ -163,21 +163,29 @@ class FastLauncher:
 
 
 def planned_device(device: torch.device) -> Device:
-    """What the planner takes a GPU for: the known one that is nearest, with the sizes of this one.
+    """What the planner takes a GPU for.
 
     Raises:
         UnsupportedError: the kernels do not run on it, or not with this triton.
     """
     found: Any = torch.cuda.get_device_properties(device)
-    capability = found.major, found.minor
-    count = found.multi_processor_count
-    check_device(0, multiprocessors=count, capability=capability, triton=triton_version())
+    check_device(
+        0,
+        multiprocessors=found.multi_processor_count,
+        capability=(found.major, found.minor),
+        triton=triton_version(),
+    )
+    return described(found)
+
+
+def described(found: Any) -> Device:
+    """The known device that is nearest to torch's properties of a GPU, with its sizes."""
     number = 10 * found.major + found.minor
     near = [each for each in DEVICES.values() if each.capability <= number]
     return replace(
         max(near, key=lambda each: each.capability),
         name=found.name,
-        multiprocessors=count,
+        multiprocessors=found.multi_processor_count,
         registers=found.regs_per_multiprocessor,
         shared_bytes=found.shared_memory_per_block_optin,
     )

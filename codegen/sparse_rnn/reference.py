@@ -19,7 +19,7 @@ from torch import Tensor
 from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.emit import arguments, emit, load, write
 from graphpar.codegen.sparse_rnn.emit_common import sizes
-from graphpar.codegen.sparse_rnn.fast_part import capturing
+from graphpar.codegen.sparse_rnn.exchange import capturing
 from graphpar.codegen.sparse_rnn.operands import (
     RESULTS,
     backward_operands,

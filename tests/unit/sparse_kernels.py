@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from torch import Tensor
 
 from graphpar.codegen.sparse_rnn import stepwise
 from graphpar.codegen.sparse_rnn.cells import CELLS
-from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
-from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import Schedule, launch
 from graphpar.codegen.sparse_rnn.reference import Reference
 
@@ -92,26 +88,6 @@ def launcher(case: Case) -> Callable[[Any, int, Any], None]:
         launch(kernel, programs, arguments, schedule)
 
     return start
-
-
-class Interpreted:
-    """A launch of fast kernels on interleaved blocks with weak memory; counts launches by part."""
-
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        self.launches: Counter[str] = Counter()
-        self.specs: set[FastSpec] = set()
-        self._folder, self._seed = folder, seed
-        self._modules: dict[FastSpec, Any] = {}
-
-    def __call__(self, spec: FastSpec, programs: int, arguments: Mapping[str, Any]) -> None:
-        if spec not in self._modules:
-            self._modules[spec] = load_fast(emit_fast(spec), self._folder)
-        self.launches[spec.part] += 1
-        self.specs.add(spec)
-        shared = [v for k, v in arguments.items() if k in ("exchange_ptr", "counter_ptr")]
-        schedule = Schedule(seed=self._seed, weak=True, shared=shared, patience=100)
-        kernel = getattr(self._modules[spec], spec.part)
-        launch(kernel, programs, {**arguments, "SPIN": False}, schedule)
 
 
 def note(

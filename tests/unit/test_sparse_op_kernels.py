@@ -22,6 +22,7 @@ from graphpar.codegen.sparse_rnn.exchange import TYPES
 from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_part import FastPart
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.interpreted import InterpretedLauncher
 from graphpar.codegen.sparse_rnn.kernels import _ACTIVE, Kernels, launching
 from graphpar.codegen.sparse_rnn.launch import check_device
 from graphpar.codegen.sparse_rnn.limits import Value
@@ -34,7 +35,6 @@ from graphpar.errors import (
     UnsupportedError,
     WatchdogError,
 )
-from tests.unit.sparse_kernels import Interpreted
 from tests.unit.test_sparse_recurrence import WIDTH, by_module, by_op
 
 SMALL = replace(DEVICES["sm_90"], multiprocessors=3)
@@ -43,8 +43,8 @@ LIMITS = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
 @pytest.fixture
-def interpreted(tmp_path: Path) -> Iterator[tuple[Kernels, Interpreted]]:
-    run = Interpreted(tmp_path)
+def interpreted(tmp_path: Path) -> Iterator[tuple[Kernels, InterpretedLauncher]]:
+    run = InterpretedLauncher(tmp_path)
     with launching(run, SMALL) as kernels:
         yield kernels, run
 
@@ -114,7 +114,7 @@ def test_equals_the_module(
     steps: int,
     dtype: torch.dtype,
     both: bool,
-    interpreted: tuple[Kernels, Interpreted],
+    interpreted: tuple[Kernels, InterpretedLauncher],
 ) -> None:
     compare(name, hidden, batch, steps, dtype, both)
     kernels, run = interpreted
@@ -165,7 +165,7 @@ def matrix(seed: int = 0, density: float = 0.3, gates: int = 1, hidden: int = HI
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_training_follows_the_module(
-    masked: bool, interpreted: tuple[Kernels, Interpreted]
+    masked: bool, interpreted: tuple[Kernels, InterpretedLauncher]
 ) -> None:
     """With a mask the pattern stands; zeros of a plain weight get gradients, and it grows."""
     kernels, run = interpreted
@@ -228,7 +228,7 @@ def functional(module: Any, x: Tensor) -> Tensor:
     ids=["values", "data", "grown", "other memory", "zero"],
 )
 def test_weights_that_change(
-    change: Callable[[Tensor], Any], packed: int, interpreted: tuple[Kernels, Interpreted]
+    change: Callable[[Tensor], Any], packed: int, interpreted: tuple[Kernels, InterpretedLauncher]
 ) -> None:
     kernels, _ = interpreted
     weight = matrix()
@@ -242,7 +242,7 @@ def test_weights_that_change(
 
 
 def test_a_trusted_weight_that_grew_is_nan_and_then_an_error(
-    interpreted: tuple[Kernels, Interpreted], monkeypatch: pytest.MonkeyPatch
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU, whose answers come late, does where the version does not tell of a change."""
     weight = matrix()
@@ -259,7 +259,7 @@ def test_a_trusted_weight_that_grew_is_nan_and_then_an_error(
     torch.testing.assert_close(cell_run(weight), by_products(weight))
 
 
-def test_models_share_nothing(interpreted: tuple[Kernels, Interpreted]) -> None:
+def test_models_share_nothing(interpreted: tuple[Kernels, InterpretedLauncher]) -> None:
     """Weights of one shape and of other patterns, in turn; also masked, which are new each time."""
     kernels, run = interpreted
     weights = [matrix(seed) for seed in range(3)]
@@ -275,7 +275,7 @@ def test_models_share_nothing(interpreted: tuple[Kernels, Interpreted]) -> None:
     assert run.launches["forward"] == before + 3
 
 
-def test_one_weight_in_two_layers(interpreted: tuple[Kernels, Interpreted]) -> None:
+def test_one_weight_in_two_layers(interpreted: tuple[Kernels, InterpretedLauncher]) -> None:
     kernels, run = interpreted
     weight = matrix().requires_grad_()
 
@@ -290,7 +290,7 @@ def test_one_weight_in_two_layers(interpreted: tuple[Kernels, Interpreted]) -> N
     assert run.launches == {"forward": 2, "backward": 2}
 
 
-def test_patterns_go_with_their_weights(interpreted: tuple[Kernels, Interpreted]) -> None:
+def test_patterns_go_with_their_weights(interpreted: tuple[Kernels, InterpretedLauncher]) -> None:
     kernels, _ = interpreted
     kept = matrix(1)
     for seed in range(2, 5):
@@ -307,7 +307,7 @@ def test_patterns_go_with_their_weights(interpreted: tuple[Kernels, Interpreted]
 
 
 def test_patterns_that_change_each_time_are_the_librarys(
-    interpreted: tuple[Kernels, Interpreted], monkeypatch: pytest.MonkeyPatch
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mask that is drawn anew each time would be packed each time."""
     monkeypatch.setattr(kernels_module, "_FREE_PACKS", 2)
@@ -322,7 +322,7 @@ def test_patterns_that_change_each_time_are_the_librarys(
     assert len(kernels) == 3
 
 
-def test_no_grad_inference_and_autocast(interpreted: tuple[Kernels, Interpreted]) -> None:
+def test_no_grad_inference_and_autocast(interpreted: tuple[Kernels, InterpretedLauncher]) -> None:
     _, run = interpreted
     weight = matrix(gates=4)
     wanted = by_products(weight, cell="lstm")
@@ -337,7 +337,7 @@ def test_no_grad_inference_and_autocast(interpreted: tuple[Kernels, Interpreted]
     assert not any(spec.save for spec in run.specs)
 
 
-def test_compiled(interpreted: tuple[Kernels, Interpreted]) -> None:
+def test_compiled(interpreted: tuple[Kernels, InterpretedLauncher]) -> None:
     _, run = interpreted
     weight = matrix().requires_grad_()
     gates, h = torch.randn(2, 1, HIDDEN), torch.rand(1, HIDDEN)
@@ -369,7 +369,7 @@ def test_compiled(interpreted: tuple[Kernels, Interpreted]) -> None:
 def test_what_is_the_librarys(case: str, reason: str, tmp_path: Path) -> None:
     """With one warning, and the same numbers."""
     weight, cell = matrix(gates=4), "lstm"
-    device, run = SMALL, Interpreted(tmp_path)
+    device, run = SMALL, InterpretedLauncher(tmp_path)
     if case == "float64":
         weight = weight.double()
     if case == "not finite":
@@ -406,7 +406,7 @@ def test_what_is_the_librarys(case: str, reason: str, tmp_path: Path) -> None:
 
 
 def test_backward_alone_may_be_the_librarys(
-    interpreted: tuple[Kernels, Interpreted], monkeypatch: pytest.MonkeyPatch
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     def refuse(weight: Tensor, cell: str, part: str, **options: Any) -> Any:
@@ -446,10 +446,8 @@ def test_states_that_are_no_numbers_spread(column: int, value: Value, tmp_path: 
     """Also the NaN that GPUs make, all of whose bits are set, which is not to be rounded to 0."""
     shape = Shape(warps=2)
     weight = torch.ones(HIDDEN, HIDDEN)
-    part = FastPart(
-        weight, "rnn_relu", "forward", launch=Interpreted(tmp_path), programs=2, shape=shape,
-        value=value,
-    )  # fmt: skip
+    run = InterpretedLauncher(tmp_path)
+    part = FastPart(weight, "rnn_relu", "forward", launch=run, programs=2, shape=shape, value=value)
     gates = torch.zeros(2, 2, HIDDEN)
     gates[0, column, 0] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     out, _, _ = part.forward(gates, None, torch.zeros(2, HIDDEN), None, save=False)
@@ -461,7 +459,7 @@ def test_states_that_are_no_numbers_spread(column: int, value: Value, tmp_path: 
 
 
 def test_a_pruned_language_model_trains_by_kernels(
-    interpreted: tuple[Kernels, Interpreted],
+    interpreted: tuple[Kernels, InterpretedLauncher],
 ) -> None:
     """``transform`` of the unmodified model; its loss is that of the mask times dense products."""
 
