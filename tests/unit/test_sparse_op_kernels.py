@@ -126,6 +126,18 @@ def test_equals_the_module(
     assert {TYPES[spec.value] for spec in run.specs} == {dtype}
 
 
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_no_and_all_weights(
+    density: float, interpreted: tuple[Kernels, InterpretedLauncher]
+) -> None:
+    weight = (density * torch.randn(3 * HIDDEN, HIDDEN)).requires_grad_()
+    (found,) = torch.autograd.grad(cell_run(weight, cell="gru").square().sum(), weight)
+    with library():
+        (wanted,) = torch.autograd.grad(cell_run(weight, cell="gru").square().sum(), weight)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert interpreted[1].launches == {"forward": 1, "backward": 1}
+
+
 # --- training: values, patterns, owners ---
 
 HIDDEN = 8
