@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from graphpar.codegen.sparse_rnn.decide_gpu import no_kernel
 from graphpar.codegen.sparse_rnn.devices import Device
 from graphpar.codegen.sparse_rnn.exchange import TYPES, capturing
 from graphpar.codegen.sparse_rnn.fast import plan_of
@@ -161,11 +162,9 @@ class Kernels:
             return None
         if not sequence.numel() or not weight.numel():
             return None
-        reason = ""
-        if projection is not None:
+        reason = no_kernel(cell, weight, weight.dtype)
+        if projection is not None:  # as wide as the state, perhaps
             reason = "a kernel has no projections"
-        elif weight.dtype not in VALUES:
-            reason = f"a kernel takes {', '.join(map(str, VALUES))}, not {weight.dtype}"
         shape = tuple(weight.shape)
         columns = min(power_of_two(sequence.shape[1]), MAX_BATCH)
         kind = Kind(part, cell, shape, weight.dtype, weight.device, reverse, columns)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from graphpar.codegen.sparse_rnn import decide as decide_module
+from graphpar.codegen.sparse_rnn import decide_gpu
+from graphpar.codegen.sparse_rnn.decide import Decision, decide
 from graphpar.codegen.sparse_rnn.devices import DEVICES
 from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.launch import FastLauncher, described
-from graphpar.errors import UnsupportedError
+from graphpar.errors import CapacityError, UnsupportedError
 
 SIZES: dict[str, Any] = {"batch": 1, "device": DEVICES["sm_90"], "value": "bf16"}
 
@@ -57,3 +62,69 @@ def test_a_gpu_is_planned_as_the_known_one_that_is_nearest() -> None:
     assert (found.multiprocessors, found.shared_bytes) == (142, 101376)
     newer = described(SimpleNamespace(name="later", major=12, minor=0, **sizes))
     assert newer.arch == "sm_100"
+
+
+# --- decisions ---
+
+CUDA = torch.device("cuda", 0)
+
+
+def decided(
+    monkeypatch: pytest.MonkeyPatch,
+    weight: Tensor,
+    mode: bool | str = "auto",
+    multiprocessors: int = 132,
+    **options: Any,
+) -> Decision:
+    """For an LSTM on an H200 that does not exist here."""
+    planned = replace(DEVICES["sm_90"], multiprocessors=multiprocessors)
+    monkeypatch.setattr(decide_gpu, "planned_device", lambda device: planned)
+    given: dict[str, Any] = {"steps": 9, "batch": 4, "dtype": torch.bfloat16} | options
+    return decide("lstm", weight, mode=mode, device=CUDA, **given)
+
+
+def sparse(hidden: int, density: float) -> Tensor:
+    torch.manual_seed(0)
+    shape = 4 * hidden, hidden
+    return torch.randn(shape) * (torch.rand(shape) < density)
+
+
+def test_a_gpu_decides_by_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = sparse(1536, 0.05)
+    asked = decided(monkeypatch, weight, True)
+    assert asked.lowered
+    assert asked.speedup is not None
+    assert asked.reason.startswith("sparse_rnn=True (modelled ")
+    assert asked.speedup > 1.1
+    careful = decided(monkeypatch, weight)
+    assert not careful.lowered
+    assert careful.reason.startswith("its kernels have run on no GPU yet, sparse_rnn=True runs")
+    assert careful.speedup == asked.speedup
+    monkeypatch.setattr(decide_module, "RUN_ON_GPUS", True)
+    assert decided(monkeypatch, weight).reason.startswith("faster: modelled ")
+    assert decided(monkeypatch, sparse(64, 0.9)).reason.startswith("not faster: modelled ")
+
+
+def test_what_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = sparse(1024, 0.5), sparse(64, 0.1)
+    found = decided(monkeypatch, large, multiprocessors=24)
+    assert found.reason.startswith("does not fit on H200: ")
+    with pytest.raises(CapacityError, match=r"does not fit on H200: .* would fit"):
+        decided(monkeypatch, large, True, multiprocessors=24)
+    wide = decided(monkeypatch, small, True, dtype=torch.float64)
+    assert wide.lowered
+    assert wide.reason == (
+        "sparse_rnn=True, by the library's products: a kernel takes torch.bfloat16, "
+        "torch.float16, torch.float32, not torch.float64"
+    )
+    projected = decided(monkeypatch, small[:, :32])
+    assert str(projected) == "dense: a kernel has no projections"
+
+    def refused(device: torch.device) -> Any:
+        raise UnsupportedError("compute capability 7.5: the kernels need 8.0 or newer")
+
+    monkeypatch.setattr(decide_gpu, "planned_device", refused)
+    given: dict[str, Any] = {"steps": 9, "batch": 4, "dtype": torch.float16, "device": CUDA}
+    assert "7.5" in decide("lstm", small, mode="auto", **given).reason
+    with pytest.raises(UnsupportedError, match=r"7\.5"):
+        decide("lstm", small, mode=True, **given)
