@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.decide_gpu import no_kernel
 from graphpar.codegen.sparse_rnn.devices import Device
 from graphpar.codegen.sparse_rnn.exchange import TYPES, capturing
@@ -40,6 +41,7 @@ from graphpar.errors import (
 T = TypeVar("T")
 VALUES: dict[torch.dtype, Value] = {dtype: value for value, dtype in TYPES.items()}
 _FREE_PACKS = 8  # of one kind, before a pattern that changes goes to the library's products
+_MOST_ELEMENTS = (1 << 31) - 1
 _MOST_LOST = 64  # patterns kept whose weight is gone: a masked weight is a new one each time
 _SWEEP = 64  # calls between looks for weights that are gone
 
@@ -165,6 +167,9 @@ class Kernels:
         reason = no_kernel(cell, weight, weight.dtype)
         if projection is not None:  # as wide as the state, perhaps
             reason = "a kernel has no projections"
+        widest = max(weight.shape[0], cell_of(cell).saved * weight.shape[1])
+        if len(sequence) * min(sequence.shape[1], MAX_BATCH) * widest > _MOST_ELEMENTS:
+            reason = f"{len(sequence)} steps: a kernel counts elements in 32 bits"
         shape = tuple(weight.shape)
         columns = min(power_of_two(sequence.shape[1]), MAX_BATCH)
         kind = Kind(part, cell, shape, weight.dtype, weight.device, reverse, columns)

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import graphpar
+from graphpar.codegen.sparse_rnn import exchange as exchange_module
+from graphpar.codegen.sparse_rnn import fast_part
 from graphpar.codegen.sparse_rnn import kernels as kernels_module
 from graphpar.codegen.sparse_rnn.cells import CELLS
 from graphpar.codegen.sparse_rnn.devices import DEVICES
-from graphpar.codegen.sparse_rnn.exchange import TYPES
+from graphpar.codegen.sparse_rnn.exchange import TYPES, Exchange
 from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_part import FastPart
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
@@ -436,6 +438,70 @@ def test_backward_alone_may_be_the_librarys(
     assert interpreted[1].launches == {"forward": 1}
 
 
+def test_sequences_beyond_32_bits_are_the_librarys(
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of eight units; an LSTM saves five values of each."""
+    weight = matrix(gates=4)
+    monkeypatch.setattr(kernels_module, "_MOST_ELEMENTS", 2 * 5 * HIDDEN)
+    cell_run(weight, cell="lstm")
+    monkeypatch.setattr(kernels_module, "_MOST_ELEMENTS", 2 * 5 * HIDDEN - 1)
+    with pytest.warns(GraphparWarning, match="2 steps: a kernel counts elements in 32 bits"):
+        torch.testing.assert_close(cell_run(weight, cell="lstm"), by_products(weight, cell="lstm"))
+    assert interpreted[1].launches == {"forward": 1}
+
+
+def test_what_a_captured_call_may_do(
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither plans nor asks: it takes values anew, and NaN tells of what does not fit."""
+    kernels, _ = interpreted
+    weight = matrix()
+    weight[0] = 0
+
+    def capture(yes: bool) -> None:
+        for module in (kernels_module, fast_part, exchange_module):
+            monkeypatch.setattr(module, "capturing", lambda device: yes)
+
+    capture(True)
+    with pytest.raises(KernelError, match=r"no call of rnn_tanh .* call the model once before"):
+        cell_run(weight, batch=3)
+    capture(False)
+    cell_run(weight, batch=3)
+    capture(True)
+    weight *= 2
+    torch.testing.assert_close(cell_run(weight, batch=3), by_products(weight, batch=3))
+    with pytest.raises(KernelError, match="no launch with 4 batch columns came before"):
+        cell_run(weight, batch=4)
+    with pytest.raises(KernelError, match=r"cannot be captured in a CUDA graph: .*float64"):
+        cell_run(weight.double())
+    weight[0, 0] = 1
+    assert cell_run(weight, batch=3).isnan().all()
+    capture(False)
+    with pytest.raises(KernelError, match="non-zeros outside of the pattern"):
+        kernels.check()
+    torch.testing.assert_close(cell_run(weight, batch=3), by_products(weight, batch=3))
+    kernels.check()
+    assert len(kernels) == 1
+
+
+def test_a_watchdog_that_is_told_of_late(
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose flag comes to the host behind the launch."""
+    weight = matrix()
+    cell_run(weight)
+    (exchange,) = (
+        e for kept in interpreted[0]._kept.values() for e in kept.entries[0].part.exchanges.values()
+    )
+    monkeypatch.setattr(Exchange, "ask", lambda self: self._told.copy_(self.error))
+    exchange.error.fill_(1)
+    assert cell_run(weight).isnan().all()
+    with pytest.raises(WatchdogError, match="results of this recurrence were NaN"):
+        cell_run(weight)
+    torch.testing.assert_close(cell_run(weight), by_products(weight))
+
+
 def test_a_watchdog_is_an_error_and_its_results_nan(tmp_path: Path) -> None:
     results = []
 
@@ -511,3 +577,18 @@ def test_a_pruned_language_model_trains_by_kernels(
     assert len(kernels) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][2] < losses[0][0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", sorted(CELLS))
+def test_many_sizes(name: str, seed: int, interpreted: tuple[Kernels, InterpretedLauncher]) -> None:
+    compare(
+        name,
+        hidden=(33, 64, 20)[seed % 3],
+        batch=(1, 3, 5, 9)[seed % 4],
+        steps=(1, 2, 5)[seed // 2 % 3],
+        dtype=tuple(LIMITS)[seed // 4 % 3],
+        both=bool(seed % 2),
+    )
+    assert interpreted[1].launches.keys() == {"forward", "backward"}
