@@ -106,7 +106,7 @@ def test_a_gpu_decides_by_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    large, small = sparse(1024, 0.5), sparse(64, 0.1)
+    large, small = sparse(1280, 0.9), sparse(64, 0.1)
     found = decided(monkeypatch, large, multiprocessors=24)
     assert found.reason.startswith("does not fit on H200: ")
     with pytest.raises(CapacityError, match=r"does not fit on H200: .* would fit"):
