@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from graphpar.codegen.sparse_rnn.interpreted import InterpretedLauncher
 from graphpar.codegen.sparse_rnn.kernels import _ACTIVE, Kernels, launching
 from graphpar.codegen.sparse_rnn.launch import check_device
 from graphpar.codegen.sparse_rnn.limits import Value
+from graphpar.codegen.sparse_rnn.owners import Owner
 from graphpar.codegen.sparse_rnn.plan import Shape
 from graphpar.codegen.sparse_rnn.recurrence import sparse_rnn
 from graphpar.errors import (
@@ -577,6 +579,41 @@ def test_a_pruned_language_model_trains_by_kernels(
     assert len(kernels) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][2] < losses[0][0]
+
+
+def test_parameters_of_a_transformed_model_are_known_again(
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its program reads views of them, new ones each time: no call waits while they stand."""
+    kernels, run = interpreted
+    monkeypatch.setattr(kernels_module, "_answers_late", lambda device: True)
+    trusted: list[bool] = []
+    stands = Owner.stands
+
+    def noted(self: Owner, x: Tensor) -> bool:
+        trusted.append(stands(self, x))
+        return trusted[-1]
+
+    monkeypatch.setattr(Owner, "stands", noted)
+    torch.manual_seed(0)
+    model, x = module_of("lstm", HIDDEN), torch.randn(1, 1, WIDTH)
+    sparse(model.weight_hh_l0)
+    parallel = graphpar.transform(model, (x,), tp=1, sparse_rnn=True)
+    for _ in range(2):
+        for each in (model, parallel):
+            each(x)[0].sum().backward()
+    assert trusted == [True, True]
+    assert run.launches == {"forward": 2, "backward": 2}
+    with torch.no_grad():
+        for each in (model, parallel):
+            for parameter in each.parameters():
+                parameter.mul_(1.5)
+    torch.testing.assert_close(parallel(x)[0], model(x)[0], atol=1e-5, rtol=1e-5)
+    assert trusted == [True, True, False]
+    del parallel, each, parameter
+    gc.collect()
+    cell_run(matrix())
+    assert len(kernels) == 1
 
 
 @pytest.mark.long
