@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphpar.codegen.sparse_rnn import decide as decide_module
 from graphpar.codegen.sparse_rnn import decide_gpu
@@ -19,6 +19,7 @@ from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.launch import FastLauncher, described
 from graphpar.errors import CapacityError, UnsupportedError
+from graphpar.testing import rewrite
 
 SIZES: dict[str, Any] = {"batch": 1, "device": DEVICES["sm_90"], "value": "bf16"}
 
@@ -128,3 +129,14 @@ def test_what_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "7.5" in decide("lstm", small, mode="auto", **given).reason
     with pytest.raises(UnsupportedError, match=r"7\.5"):
         decide("lstm", small, mode=True, **given)
+
+
+@pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
+def test_an_op_that_was_asked_for_raises_on_a_gpu() -> None:
+    """Where no kernel fits or runs, in place of a warning; the meta device stands for a GPU."""
+    op = torch.ops.graphpar_rnn.sparse_rnn.default
+    for device, mode, strict in (("meta", True, (True,)), ("cpu", True, ())):
+        model, x = nn.GRU(4, 4, device=device), torch.randn(3, 2, 4, device=device)
+        program = rewrite(model, (x,), tp=2, sparse_rnn=mode)
+        (node,) = [n for _, graph in program.graphs() for n in graph.nodes if n.target is op]
+        assert node.args[8:] == strict

@@ -98,6 +98,8 @@ def decisions(program: Program) -> Mapping[str, Decision]:
     return found
 
 
+# --- forms (C82) ---
+
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "layers": {"num_layers": 2, "states": True},

@@ -257,6 +257,29 @@ def test_weights_that_change(
     assert len(kernels) == packed
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_of_16_bits_that_change(
+    dtype: torch.dtype, interpreted: tuple[Kernels, InterpretedLauncher]
+) -> None:
+    weight = matrix(gates=3).to(dtype).requires_grad_()
+    outs, grads = [], []
+    for _ in range(2):
+        out = cell_run(weight, cell="gru")
+        outs.append(out.detach())
+        grads.append(torch.autograd.grad(out.sum(), weight)[0])
+        with library():
+            out = cell_run(weight, cell="gru")
+            (grad,) = torch.autograd.grad(out.sum(), weight)
+        limits: Any = {"atol": LIMITS[dtype], "rtol": LIMITS[dtype]}
+        torch.testing.assert_close(outs[-1], out, **limits)
+        torch.testing.assert_close(grads[-1], grad, **limits)
+        with torch.no_grad():
+            weight *= -1
+    for first, second in (outs, grads):
+        assert float((first - second).abs().max()) > 0.1
+    assert interpreted[1].launches == {"forward": 2, "backward": 2}
+
+
 def test_a_trusted_weight_that_grew_is_nan_and_then_an_error(
     interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
