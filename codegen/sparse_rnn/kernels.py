@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -345,12 +345,16 @@ def active() -> Kernels:
 
 
 @contextmanager
-def launching(launch: Launch, device: Device) -> Iterator[Kernels]:
+def using(kernels: Kernels) -> Iterator[Kernels]:
+    """Run recurrences by other kernels than the process's own within, on all threads."""
+    _ACTIVE.append(kernels)
+    try:
+        yield kernels
+    finally:
+        _ACTIVE.remove(kernels)
+
+
+def launching(launch: Launch, device: Device) -> AbstractContextManager[Kernels]:
     """Run recurrences of all devices, the CPU too, by kernels that ``launch`` runs, planned for
     ``device``: how tests interpret what a GPU would run. The patterns are this context's own."""
-    own = Kernels(Backend(launch, device))
-    _ACTIVE.append(own)
-    try:
-        yield own
-    finally:
-        _ACTIVE.remove(own)
+    return using(Kernels(Backend(launch, device)))
