@@ -122,7 +122,7 @@ class FastPart:
             if capturing(device):
                 raise KernelError(
                     f"{self.cell.name}: no launch with {size} batch columns came before this CUDA "
-                    "graph's capture: call the model once before"
+                    "graph's capture: call the model twice before"
                 )
             spec = FastSpec(batch=size, save=save, **self._fixed)
             self.exchanges[size, save] = Exchange(spec, device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from graphpar.codegen.sparse_rnn.fast_part import FastPart
 from graphpar.codegen.sparse_rnn.owners import Later, Owner
 from graphpar.codegen.sparse_rnn.spec import PartName
-from graphpar.errors import GraphparError, KernelError
+from graphpar.errors import GraphparError, KernelError, UnsupportedError
 
 _FIRST_WAIT, _LONGEST_WAIT = 16, 4096  # calls before packing is tried again
 
@@ -80,7 +80,17 @@ class Kept:
             self.last.following = entry
         self.last = entry
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether there is nothing to know of this kind."""
+        return not self.entries and self.patience == _FIRST_WAIT
+
     def refuse(self, fault: GraphparError | None) -> None:
+        """After packing that failed, or came too often. What a machine does not support, it does
+        not with any pattern."""
+        if isinstance(fault, UnsupportedError):
+            for entry in [e for e in self.entries if not e.part.captured]:
+                self.drop(entry)
         self.fault, self.wait = fault, self.patience
         self.patience = min(2 * self.patience, _LONGEST_WAIT)
 

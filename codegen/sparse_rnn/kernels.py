@@ -217,12 +217,12 @@ class Kernels:
             try:
                 return self._serve(kept, kind, weight, batch, save, launch)
             except (CapacityError, UnsupportedError, InputError) as error:
-                kept.refuse(error)
+                kept.refuse(type(error)(str(error)))  # as it is, it would keep tensors of frames
             except _Refused:
                 pass
             fault = kept.fault
             if strict and fault is not None and not isinstance(fault, InputError):
-                raise fault.with_traceback(None)
+                raise type(fault)(str(fault))
             self._to_library(kind, str(fault or "its pattern changes often"))
             return None
 
@@ -240,10 +240,11 @@ class Kernels:
             if not candidates:
                 raise KernelError(
                     f"no call of {kind.cell} with a weight {list(kind.shape)} came before this "
-                    "CUDA graph's capture: call the model once before"
+                    "CUDA graph's capture: call the model twice before"
                 )
-            candidates[0].part.load(weight)  # a graph takes values anew at each replay
-            return launch(candidates[0].part)
+            kept.last = candidates[0]
+            kept.last.part.load(weight)  # a graph takes values anew at each replay
+            return launch(kept.last.part)
         for place, entry in enumerate(candidates):
             entry.raise_late()
             known = entry.owner.has(weight)
@@ -323,8 +324,7 @@ class Kernels:
         for place, (used, kept, entry) in enumerate(lost):
             if place >= _MOST_LOST or used < idle:
                 kept.drop(entry)
-        for kind in [k for k, kept in self._kept.items() if not kept.entries and not kept.wait]:
-            del self._kept[kind]
+        self._kept = {kind: kept for kind, kept in self._kept.items() if not kept.forgotten}
 
 
 def _answers_late(device: torch.device) -> bool:

@@ -20,6 +20,7 @@ from graphpar.codegen.sparse_rnn.interpreted import InterpretedLauncher
 from graphpar.codegen.sparse_rnn.kernels import Kernels, launching
 from graphpar.codegen.sparse_rnn.launch import check_device
 from graphpar.codegen.sparse_rnn.limits import Value
+from graphpar.codegen.sparse_rnn.owners import Owner
 from graphpar.codegen.sparse_rnn.plan import Shape
 from graphpar.codegen.sparse_rnn.recurrence import sparse_rnn
 from graphpar.errors import (
@@ -104,6 +105,39 @@ def test_backward_alone_may_be_the_librarys(
         (wanted,) = torch.autograd.grad(cell_run(weight, cell="gru").square().sum(), weight)
     torch.testing.assert_close(grad, wanted)
     assert interpreted[1].launches == {"forward": 1}
+
+
+def test_a_kernel_that_the_machine_refuses_is_not_tried_again_and_again(tmp_path: Path) -> None:
+    """Of a batch that comes later, say; what is known of its kind goes."""
+    run, tried = InterpretedLauncher(tmp_path), []
+
+    def launch(spec: FastSpec, programs: int, arguments: Any) -> None:
+        tried.append(spec.batch)
+        if spec.batch == 4:
+            raise UnsupportedError("too many registers")
+        run(spec, programs, arguments)
+
+    weight = matrix()
+    with launching(launch, SMALL) as kernels:
+        cell_run(weight, batch=3)
+        with pytest.warns(GraphparWarning, match="too many registers"):
+            cell_run(weight, batch=4)
+        for _ in range(5):
+            torch.testing.assert_close(cell_run(weight, batch=4), by_products(weight, batch=4))
+        assert len(kernels) == 0
+    assert tried == [3, 4]
+
+
+def test_a_refusal_keeps_no_tensors(tmp_path: Path) -> None:
+    small = replace(SMALL, shared_bytes=64)
+    weight = matrix()
+    with launching(InterpretedLauncher(tmp_path), small):
+        with pytest.warns(GraphparWarning, match="does not fit"):
+            cell_run(weight)
+        owner = Owner.of(weight)
+        assert not owner.gone()
+        del weight
+        assert owner.gone()
 
 
 def test_sequences_beyond_32_bits_are_the_librarys(

@@ -226,7 +226,7 @@ def test_what_a_captured_call_may_do(
             monkeypatch.setattr(module, "capturing", lambda device: yes)
 
     capture(True)
-    with pytest.raises(KernelError, match=r"no call of rnn_tanh .* call the model once before"):
+    with pytest.raises(KernelError, match=r"no call of rnn_tanh .* call the model twice before"):
         cell_run(weight, batch=3)
     capture(False)
     cell_run(weight, batch=3)
@@ -245,3 +245,18 @@ def test_what_a_captured_call_may_do(
     torch.testing.assert_close(cell_run(weight, batch=3), by_products(weight, batch=3))
     kernels.check()
     assert len(kernels) == 1
+
+
+def test_masked_weights_of_several_layers_are_captured(
+    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are new tensors: which pattern is whose is known from the calls before."""
+    weights = [matrix(seed) for seed in range(3)]
+    for _ in range(2):
+        for weight in weights:
+            cell_run(weight * 1)
+    for module in (kernels_module, fast_part, exchange_module):
+        monkeypatch.setattr(module, "capturing", lambda device: True)
+    for weight in weights:
+        torch.testing.assert_close(cell_run(weight * 3), by_products(weight * 3))
+    assert len(interpreted[0]) == 3
