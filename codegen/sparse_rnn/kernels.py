@@ -55,15 +55,21 @@ class Backend:
 
 
 class Kernels:
-    """Runs recurrences by kernels where those exist, fit and pay; ``backend``: for all devices,
-    else each GPU has its own."""
+    """Runs recurrences by kernels where those exist and fit.
+
+    Args:
+        backend: for all devices; else each GPU has its own.
+
+    Attributes:
+        served: calls that ran by kernels.
+    """
 
     def __init__(self, backend: Backend | None = None) -> None:
         self._given = backend
         self._backends: dict[torch.device, Backend] = {}
         self._kept: dict[Kind, Kept] = {}
         self._warned: set[str] = set()
-        self._tick = 0
+        self._tick = self.served = 0
         self._lock = threading.RLock()  # autograd runs backward in threads of its own
 
     def forward(
@@ -215,7 +221,9 @@ class Kernels:
                 self._sweep()
             kept = self._kept.setdefault(kind, Kept())
             try:
-                return self._serve(kept, kind, weight, batch, save, launch)
+                found = self._serve(kept, kind, weight, batch, save, launch)
+                self.served += 1
+                return found
             except (CapacityError, UnsupportedError, InputError) as error:
                 kept.refuse(type(error)(str(error)))  # as it is, it would keep tensors of frames
             except _Refused:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,3 +144,25 @@ def test_an_op_that_was_asked_for_raises_on_a_gpu() -> None:
         program = rewrite(model, (x,), tp=2, sparse_rnn=mode)
         (node,) = [n for _, graph in program.graphs() for n in graph.nodes if n.target is op]
         assert node.args[8:] == strict
+
+
+# --- the benchmark ---
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_sparse_rnn.py"
+
+
+def test_the_benchmark_says_that_there_is_no_gpu() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "no GPU here: nothing to measure"
+
+
+@pytest.mark.long
+def test_the_benchmark_in_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, str(BENCHMARK), "--dry"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Interpreted: the times say nothing." in done.stdout
+    assert "op: weights that change, and grow" in done.stdout
