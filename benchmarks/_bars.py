@@ -30,7 +30,7 @@ def bars(title: str, groups: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     for group, values in groups:
         parts.append(f'<text x="10" y="{y + 12}">{escape(group)}</text>')
         for name, value in values.items():
-            width = value / longest * (WIDTH - LEFT - 80)
+            width = max(value, 0.0) / longest * (WIDTH - LEFT - 80)
             parts.append(
                 f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW - 3}" '
                 f'fill="{colours[name]}"/>'

@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,16 @@ class Case:
         return f"{self.cell} {self.hidden} {self.density:.0%} batch {self.batch}"
 
 
-def cases(dry: bool) -> Iterator[Case]:
-    """What the aims are about, their floors, then the rest."""
+def cases(dry: bool) -> Iterator[tuple[Case, tuple[str, ...]]]:
+    """Cases and forms: what the aims are about, and their floors, first in bf16; then the rest."""
     if dry:
-        yield from (Case(cell, 33, density, 3) for cell in CELLS[:2] for density in (0.0, 0.1))
+        for cell in CELLS[:2]:
+            yield Case(cell, 33, 0.0, 3), ("bf16",)
+            yield Case(cell, 33, 0.1, 3), tuple(FORMS)
         return
     first = [Case(cell, hidden, density, 4) for cell, hidden, density in AIMS]
     first += [replace(case, density=0.0) for case in first]
+    yield from ((case, ("bf16",)) for case in first)
     rest = [
         Case(cell, hidden, density, batch)
         for batch in (4, 1, 8)
@@ -94,7 +97,8 @@ def cases(dry: bool) -> Iterator[Case]:
         for cell in CELLS
         for density in (0.1, 0.3, 0.0)
     ]
-    yield from dict.fromkeys([*first, *rest])
+    for case in dict.fromkeys([*first, *rest]):
+        yield case, tuple(FORMS) if case.batch == 4 else ("bf16",)
 
 
 class Clock:
@@ -156,14 +160,13 @@ class Clock:
                 print(f"FlashRNN {backend} {case}: {error}")
         return min(found, default=None)
 
-    def kernels_us(self, case: Case, weight: Tensor) -> dict[str, Any]:
+    def kernels_us(self, case: Case, weight: Tensor, forms: Iterable[str]) -> dict[str, Any]:
         """By form, the microseconds of a step, or why there are none."""
         found: dict[str, Any] = {}
-        forms = FORMS if case.batch in (3, 4) else {"bf16": FORMS["bf16"]}
         given = operands(self.place, case.cell, case.hidden, case.batch, self.steps)
-        for form, options in forms.items():
+        for form in forms:
             try:
-                fast = self.place.fast(case.cell, weight, case.batch, save=False, **options)
+                fast = self.place.fast(case.cell, weight, case.batch, save=False, **FORMS[form])
             except CapacityError as error:
                 found[form] = str(error)
                 continue
@@ -180,20 +183,23 @@ class Clock:
 
 
 def measure(place: Place, started: float) -> list[dict[str, Any]]:
-    found, clock = [], Clock(place)
-    for case in cases(place.dry):
+    found: dict[Case, dict[str, Any]] = {}
+    clock = Clock(place)
+    for case, forms in cases(place.dry):
         if time.perf_counter() - started > LAST_START_S:
             print(f"no time left for {case} and what comes after it")
             break
         weight = weight_of(place, case.cell, case.hidden, case.density)
-        one: dict[str, Any] = {"case": str(case), **vars(case), **clock.kernels_us(case, weight)}
+        one = found.setdefault(case, {"case": str(case), **vars(case)})
+        one |= clock.kernels_us(case, weight, [form for form in forms if form not in one])
+        if "dense_us" in one:
+            continue
         one["dense_us"] = {str(t).removeprefix("torch."): clock.dense_us(case, t) for t in TYPES}
         one["flash_us"] = clock.flash_us(case) if case.batch == 4 else None
         if isinstance(one["bf16"], float):
             one["op_us"] = clock.op_us(case, weight)
             one["gain"] = min(one["dense_us"].values()) / one["bf16"]
-        found.append(one)
-    return found
+    return list(found.values())
 
 
 def measure_reference(place: Place) -> list[dict[str, Any]]:
