@@ -120,6 +120,26 @@ def test_no_grad_inference_and_autocast(interpreted: tuple[Kernels, InterpretedL
     assert not any(spec.save for spec in run.specs)
 
 
+@pytest.mark.parametrize("cell", ["rnn_tanh", "gru"])
+def test_results_are_as_declared(
+    cell: str, interpreted: tuple[Kernels, InterpretedLauncher]
+) -> None:
+    """In shapes and types, and none is another's memory: compilers rely on it."""
+    gates = CELLS[cell].gates
+    weight, h = matrix(gates=gates), torch.rand(1, HIDDEN)
+    x = torch.randn(1, 1, gates * HIDDEN)
+    ops, checks = torch.ops.graphpar_rnn, ("test_schema", "test_faketensor")
+    given = (x, weight, None, None, h, None, cell, False)
+    torch.library.opcheck(ops.recurrence.default, (*given, True), test_utils=checks)
+    out, _, saved = ops.recurrence.default(*given, True)
+    back = (torch.ones_like(out), None, out, saved, weight, None, h, None, cell, False)
+    torch.library.opcheck(ops.recurrence_backward.default, back, test_utils=checks)
+    results = ops.recurrence_backward.default(*back)
+    memory = [t.untyped_storage().data_ptr() for t in results if t.numel()]
+    assert len(set(memory)) == len(memory) == (3 if cell == "gru" else 2)
+    assert interpreted[1].launches.keys() == {"forward", "backward"}
+
+
 def test_compiled(interpreted: tuple[Kernels, InterpretedLauncher]) -> None:
     _, run = interpreted
     weight = matrix().requires_grad_()
