@@ -39,6 +39,14 @@ class KernelError(GraphparError, RuntimeError):
     """A generated kernel cannot run here, or gave up waiting for another block."""
 
 
+class UnsupportedError(KernelError):
+    """This machine cannot run a generated kernel; the message says what could."""
+
+
+class WatchdogError(KernelError):
+    """A block of a kernel waited in vain for another one."""
+
+
 class RankMismatchError(MeshError):
     """Ranks hold different programs."""
 

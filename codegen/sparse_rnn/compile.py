@@ -25,7 +25,7 @@ from graphpar.codegen.sparse_rnn.spec import KernelSpec
 from graphpar.errors import KernelError
 
 SECONDS = 240
-_TYPES = {"exchange_ptr": "*i64", "steps": "i32", "epoch": "i32", "arrived": "i32"}
+_TYPES = {"exchange_ptr": "*i64", "steps": "i32"}
 _TYPES |= dict.fromkeys(
     ("word_ptr", "column_ptr", "slot_ptr", "unit_ptr", "counter_ptr", "error_ptr", "clock_ptr"),
     "*i32",

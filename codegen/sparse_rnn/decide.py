@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from graphpar.codegen.sparse_rnn.cells import cell_of
+from graphpar.codegen.sparse_rnn.decide_gpu import RUN_ON_GPUS, gpu_plans, no_kernel
 from graphpar.codegen.sparse_rnn.pack import MAX_COLUMNS
+from graphpar.errors import CapacityError, UnsupportedError
 
 BREAK_EVEN = 1.1
 """The modelled gain from which on "auto" takes the sparse form."""
@@ -85,6 +87,8 @@ def decide(
     density = nonzeros / max(1, weight.numel())
     if not bool(torch.isfinite(weight).all()):
         return Decision(False, "its recurrent weight has values that are not finite", density)
+    if device.type == "cuda":
+        return _on_gpu(cell, weight, batch, dtype, device, mode, density)
     if device.type != "cpu":
         if mode is True:
             return Decision(True, "sparse_rnn=True", density)
@@ -97,4 +101,38 @@ def decide(
         return Decision(True, f"sparse_rnn=True ({times})", density, speedup)
     if speedup < BREAK_EVEN:
         return Decision(False, f"not faster: {times}", density, speedup)
+    return Decision(True, f"faster: {times}", density, speedup)
+
+
+def _on_gpu(
+    cell: str,
+    weight: Tensor,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: bool | str,
+    density: float,
+) -> Decision:
+    """True raises where no kernel can be had; where there is none at all it is the library's."""
+    fault = no_kernel(cell, weight, dtype)
+    if fault:
+        by_library = f"sparse_rnn=True, by the library's products: {fault}"
+        return Decision(mode is True, by_library if mode is True else fault, density)
+    try:
+        forward, backward = gpu_plans(cell, weight, batch=batch, dtype=dtype, device=device)
+    except (CapacityError, UnsupportedError) as error:
+        if mode is True:
+            raise
+        return Decision(False, str(error), density)
+    speedup = forward.speedup
+    times = f"modelled {forward.step_us:.1f} us a step, dense {forward.dense_us:.1f} us"
+    if backward is None:
+        times += "; backward does not fit on chip and is the library's"
+    if mode is True:
+        return Decision(True, f"sparse_rnn=True ({times})", density, speedup)
+    if speedup < BREAK_EVEN:
+        return Decision(False, f"not faster: {times}", density, speedup)
+    if not RUN_ON_GPUS:
+        reason = f"its kernels have run on no GPU yet, sparse_rnn=True runs them ({times})"
+        return Decision(False, reason, density, speedup)
     return Decision(True, f"faster: {times}", density, speedup)

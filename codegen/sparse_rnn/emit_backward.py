@@ -9,9 +9,9 @@ from graphpar.codegen.sparse_rnn.spec import KernelSpec
 
 ARGUMENTS = (
     "value_ptr", "column_ptr", "slot_ptr", "unit_ptr", "dout_ptr", "dc_ptr", "out_ptr", "saved_ptr",
-    "h_ptr", "c_ptr", "exchange_ptr", "counter_ptr", "error_ptr",
+    "h_ptr", "c_ptr", "exchange_ptr", "clock_ptr", "counter_ptr", "error_ptr",
     "dgates_ptr", "drecurrent_ptr", "dh_ptr", "dc_out_ptr",
-    "steps", "epoch", "arrived",
+    "steps",
 )  # fmt: skip
 
 # dh: the gradient of the state of batch column b; dG_b: of the pre-activation of gate G.

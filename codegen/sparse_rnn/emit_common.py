@@ -42,9 +42,10 @@ def tanh(x):
 @triton.jit
 def half(x):
     """The upper 16 bits of a float rounded to bf16, to nearest even, in integers: the same on
-    every backend."""
+    every backend. The NaN that a GPU makes has all bits set, and would be rounded to 0."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000)
+    return ((size + 0x7FFF + ((size >> 16) & 1)) >> 16) | ((bits >> 16) & 0x8000)
 
 
 @triton.jit
@@ -161,7 +162,8 @@ def sizes(spec: KernelSpec) -> dict[str, int]:
 
 
 def weights_text(spec: KernelSpec) -> Iterator[str]:
-    """Load what stays on chip: non-zeros, their columns, and where each row's slots are."""
+    """Load what stays on chip: non-zeros, their columns, and where each row's slots are; and what
+    the launch counts on from."""
     yield "block = tl.program_id(0)"
     yield "k = tl.arange(0, KT * S)"
     yield "value = tl.load(value_ptr + block * (KT * S) + k)"
@@ -174,6 +176,9 @@ def weights_text(spec: KernelSpec) -> Iterator[str]:
     yield "own = unit >= 0"
     yield "j = tl.arange(0, NP)"
     yield "there = j < N"
+    yield "epoch = tl.load(clock_ptr)"
+    if spec.sync == "counter":
+        yield "arrived = tl.load(clock_ptr + 1)"
 
 
 def product_text(spec: KernelSpec, source: str, epoch: str) -> Iterator[str]:

@@ -43,7 +43,7 @@ def kernel_text(spec: FastSpec, arguments: Sequence[str], body: Iterable[str]) -
         IMPORTS,
         helpers(spec),
         "",
-        "@gluon.jit",
+        '@gluon.jit(do_not_specialize=["steps"])',  # one code for all lengths, checked once
         f"def {spec.part}(",
         *(f"    {name}," for name in arguments),
         *(f"    {name}: gl.constexpr," for name in (*constants(spec), "SPIN")),

@@ -44,10 +44,17 @@ def pair(a, b):
 
 _BF16 = '''
 @gluon.jit
+def size(x):
+    """The bits without the sign; of the NaN that a GPU makes fewer, or rounding would carry on
+    into the sign and make it 0."""
+    return gl.minimum(bits(x) & 0x7FFFFFFF, 0x7FC00000)
+
+
+@gluon.jit
 def halves(a, b):
     """Two bf16 in 32 bits: a to nearest even below; above, what makes the whole nearest to b."""
-    lower = ((bits(a) + 0x7FFF + ((bits(a) >> 16) & 1)) >> 16) & 0xFFFF
-    upper = ((bits(b) & 0x7FFFFFFF) - lower + 0x8000) >> 16
+    lower = ((size(a) + 0x7FFF + ((size(a) >> 16) & 1)) >> 16) | ((bits(a) >> 16) & 0x8000)
+    upper = (size(b) - lower + 0x8000) >> 16
     upper = gl.maximum(upper, 0) | ((bits(b) >> 16) & 0x8000)
     return (upper << 16) | lower
 

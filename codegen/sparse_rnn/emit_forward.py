@@ -9,8 +9,8 @@ from graphpar.codegen.sparse_rnn.spec import KernelSpec
 
 ARGUMENTS = (
     "value_ptr", "column_ptr", "slot_ptr", "unit_ptr", "gates_ptr", "bias_ptr", "h_ptr", "c_ptr",
-    "exchange_ptr", "counter_ptr", "error_ptr", "out_ptr", "c_out_ptr", "saved_ptr",
-    "steps", "epoch", "arrived",
+    "exchange_ptr", "clock_ptr", "counter_ptr", "error_ptr", "out_ptr", "c_out_ptr", "saved_ptr",
+    "steps",
 )  # fmt: skip
 
 # x: the input's part of a gate, y: the hidden state's part, both of batch column b.

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.limits import Value
-from graphpar.errors import KernelError
+from graphpar.errors import WatchdogError
 
 TYPES: Mapping[Value, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the launches of now go into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Exchange:
@@ -32,6 +40,8 @@ class Exchange:
         self.clock = torch.tensor([1, 0], dtype=torch.int32, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._told = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
 
     def arguments(self) -> dict[str, Tensor]:
         return {
@@ -63,8 +73,29 @@ class Exchange:
         self.clock[0] += steps + 1
         self.clock[1] += steps * self.spec.programs
 
+    def ask(self) -> None:
+        """After a launch: let the device tell whether a block gave up. On a GPU the answer comes
+        later, and a launch that is captured gives none."""
+        if not self.error.is_cuda:
+            self.check()
+        elif not capturing(self.error.device):
+            self._told.copy_(self.error, non_blocking=True)
+
+    def told(self) -> None:
+        """Raise :class:`WatchdogError` if an earlier launch has told that a block gave up; does
+        not wait for the device."""
+        if int(self._told):
+            self._fail()
+
     def check(self) -> None:
-        """Raise :class:`KernelError` if a block gave up; waits for the device."""
+        """Raise :class:`WatchdogError` if a block gave up; waits for the device."""
         if int(self.error):
-            self.error.zero_()
-            raise KernelError("a block waited in vain for another one and gave up")
+            self._fail()
+
+    def _fail(self) -> None:
+        self._told.zero_()
+        self.error.zero_()
+        raise WatchdogError(
+            "a block waited in vain for another one and gave up: results of this recurrence were "
+            "NaN since"
+        )

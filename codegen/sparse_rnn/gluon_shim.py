@@ -61,7 +61,7 @@ def barrier() -> None:
     pass
 
 
-_NAMES = ("load", "store", "program_id", "where", "exp2", "abs", "maximum", "sum", "max",
+_NAMES = ("load", "store", "program_id", "where", "exp2", "abs", "maximum", "minimum", "sum", "max",
           "split", "reshape", "atomic_add")  # fmt: skip
 
 

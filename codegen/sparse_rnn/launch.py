@@ -7,17 +7,17 @@ first launch, and the launch itself is cooperative: the driver refuses a grid th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphpar.codegen.sparse_rnn.devices import REGISTERS, resident_blocks
+from graphpar.codegen.sparse_rnn.devices import DEVICES, REGISTERS, Device, resident_blocks
 from graphpar.codegen.sparse_rnn.emit import load, write
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.errors import KernelError
+from graphpar.errors import GraphparError, KernelError, UnsupportedError
 
 LEAST_CAPABILITY = 8, 0
 LEAST_TRITON = 3, 7
@@ -30,16 +30,16 @@ def check_device(
     """Whether a GPU can run ``programs`` blocks at once, one on each multiprocessor.
 
     Raises:
-        KernelError: says what would run.
+        UnsupportedError: says what would run.
     """
     if capability < LEAST_CAPABILITY:
-        raise KernelError(
+        raise UnsupportedError(
             f"compute capability {_dotted(capability)}: the kernels need 8.0 or newer"
         )
     if triton < LEAST_TRITON:
-        raise KernelError(f"triton {_dotted(triton)}: the fast kernels need 3.7 or newer")
+        raise UnsupportedError(f"triton {_dotted(triton)}: the fast kernels need 3.7 or newer")
     if programs > multiprocessors:
-        raise KernelError(
+        raise UnsupportedError(
             f"{programs} blocks cannot run at once on {multiprocessors} multiprocessors: plan for "
             f"{multiprocessors} blocks or fewer"
         )
@@ -61,7 +61,7 @@ def check_resident(
             multiprocessor.
 
     Raises:
-        KernelError: says what would run.
+        UnsupportedError: says what would run.
     """
     blocks = resident_blocks(
         warps=spec.warps,
@@ -74,16 +74,16 @@ def check_resident(
         return
     if shared_bytes > shared_each:
         over = -(-(shared_bytes - shared_each) // (4 * spec.threads))
-        raise KernelError(
+        raise UnsupportedError(
             f"a block takes {shared_bytes:,} bytes of shared memory, a multiprocessor has "
             f"{shared_each:,}: {over} words less per thread would fit, or a smaller batch"
         )
     if not blocks:
-        raise KernelError(
+        raise UnsupportedError(
             f"a block of {spec.threads} threads takes {registers} registers each, a "
             f"multiprocessor has {registers_each:,}: {registers_each // spec.threads} would fit"
         )
-    raise KernelError(
+    raise UnsupportedError(
         f"{spec.programs} blocks cannot run at once: {multiprocessors} multiprocessors hold "
         f"{blocks} each: plan for {blocks * multiprocessors} blocks or fewer"
     )
@@ -93,12 +93,12 @@ def triton_version() -> tuple[int, int]:
     """The installed version.
 
     Raises:
-        KernelError: there is none.
+        UnsupportedError: there is none.
     """
     try:
         import triton
     except ImportError:
-        raise KernelError(
+        raise UnsupportedError(
             "triton is not installed: the recurrence runs by the library's products only"
         ) from None
     major, minor = triton.__version__.split(".")[:2]
@@ -111,22 +111,33 @@ def _dotted(version: tuple[int, int]) -> str:
 
 @dataclass(slots=True)
 class FastLauncher:
-    """A :data:`graphpar.codegen.sparse_rnn.fast.Launch` on the GPU that holds the tensors.
+    """A :data:`graphpar.codegen.sparse_rnn.fast_part.Launch` on the GPU that holds the tensors.
 
     ``folder`` is for the generated files.
     """
 
     folder: Path | None = None
-    _kernels: dict[FastSpec, Any] = field(default_factory=dict)
+    _kernels: dict[tuple[FastSpec, torch.device], Any] = field(default_factory=dict)
 
     def __call__(self, spec: FastSpec, programs: int, arguments: Mapping[str, Any]) -> None:
         device = arguments["exchange_ptr"].device
         if device.type != "cuda":
             raise KernelError(f"the fast kernels run on a GPU, the tensors are on {device}")
         with torch.cuda.device(device):
-            if spec not in self._kernels:
-                self._kernels[spec] = self._ready(spec, programs, arguments)
-            self._kernels[spec][(programs,)](**arguments, **_options(spec))
+            kernel = self._kernels.get((spec, device))
+            if kernel is not None:
+                kernel[(programs,)](**arguments, **_options(spec))
+                return
+            try:
+                kernel = self._ready(spec, programs, arguments)
+                kernel[(programs,)](**arguments, **_options(spec))
+            except GraphparError:
+                raise
+            except Exception as error:  # of the compiler or the driver, which have many
+                raise UnsupportedError(
+                    f"triton {_dotted(triton_version())} or the driver refuses the kernel: {error}"
+                ) from error
+            self._kernels[spec, device] = kernel
 
     def _ready(self, spec: FastSpec, programs: int, arguments: Mapping[str, Any]) -> Any:
         """The kernel, compiled and known to fit."""
@@ -149,6 +160,35 @@ class FastLauncher:
         _ = compiled.run  # loads it
         check_resident(spec, registers=compiled.n_regs, shared_bytes=shared, **sizes)
         return kernel
+
+
+def planned_device(device: torch.device) -> Device:
+    """What the planner takes a GPU for.
+
+    Raises:
+        UnsupportedError: the kernels do not run on it, or not with this triton.
+    """
+    found: Any = torch.cuda.get_device_properties(device)
+    check_device(
+        0,
+        multiprocessors=found.multi_processor_count,
+        capability=(found.major, found.minor),
+        triton=triton_version(),
+    )
+    return described(found)
+
+
+def described(found: Any) -> Device:
+    """The known device that is nearest to torch's properties of a GPU, with its sizes."""
+    number = 10 * found.major + found.minor
+    near = [each for each in DEVICES.values() if each.capability <= number]
+    return replace(
+        max(near, key=lambda each: each.capability),
+        name=found.name,
+        multiprocessors=found.multi_processor_count,
+        registers=found.regs_per_multiprocessor,
+        shared_bytes=found.shared_memory_per_block_optin,
+    )
 
 
 def _options(spec: FastSpec) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphpar.codegen.sparse_rnn import stepwise
 from graphpar.codegen.sparse_rnn.cells import Cell, cell_of
+from graphpar.codegen.sparse_rnn.kernels import active
 from graphpar.errors import GraphparError, InputError
 
 NAMESPACE = "graphpar_rnn"
@@ -22,11 +23,11 @@ NAMESPACE = "graphpar_rnn"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_rnn(Tensor gates, Tensor weight, Tensor? bias, Tensor? projection, Tensor h, Tensor? c,"
-    " str cell, bool reverse) -> (Tensor, Tensor, Tensor)"
+    " str cell, bool reverse, bool strict=False) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "recurrence(Tensor gates, Tensor weight, Tensor? bias, Tensor? projection, Tensor h, Tensor? c,"
-    " str cell, bool reverse, bool save) -> (Tensor, Tensor, Tensor)"
+    " str cell, bool reverse, bool save, bool strict=False) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "recurrence_backward(Tensor dout, Tensor? dc, Tensor out, Tensor saved, Tensor weight,"
@@ -44,6 +45,7 @@ def sparse_rnn(
     c: Tensor | None,
     cell: str,
     reverse: bool = False,
+    strict: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A recurrence over T steps (Zhu et al. 2018, section 2; the formulas are torch.nn's).
 
@@ -55,6 +57,7 @@ def sparse_rnn(
         h, c: [B, P], [B, H], the first state; ``c`` of an LSTM alone.
         cell: "lstm", "gru", "rnn_tanh" or "rnn_relu".
         reverse: from the last step to the first.
+        strict: on a GPU, raise what else is a warning where no kernel fits or runs.
 
     Returns:
         the states [T, B, P], the last state [B, P], and the last cell state [B, H] (of other
@@ -62,12 +65,13 @@ def sparse_rnn(
         Where a state is not finite, a zero weight gives 0, not NaN.
 
     Raises:
-        InputError: shapes or types that do not fit.
+        InputError: shapes or types that do not fit. CapacityError, UnsupportedError: no kernel
+            fits or runs, if ``strict``. KernelError: a launch failed.
     """
     tensors = [t for t in (gates, weight, bias, projection, h, c) if t is not None]
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     out, last_c, _ = torch.ops.graphpar_rnn.recurrence.default(
-        gates, weight, bias, projection, h, c, cell, reverse, save
+        gates, weight, bias, projection, h, c, cell, reverse, save, strict
     )
     last = out.select(0, 0 if reverse else out.shape[0] - 1) if out.shape[0] else h
     return out, last.clone(), last.clone() if c is None else last_c
@@ -122,13 +126,17 @@ def _recurrence(
     cell: str,
     reverse: bool,
     save: bool,
+    strict: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(gates, weight, bias, projection, h, c, cell_of(cell))
-    dtype = _working(gates.dtype)
-    given = (gates, weight, bias, projection, h, c)
-    cast: tuple[Any, ...] = (*(None if t is None else t.to(dtype) for t in given),)
-    args = (*cast, cell, reverse, save)
-    out, last_c, saved = stepwise.forward(*args)
+    given: list[Any] = [gates, weight, bias, projection, h, c]
+    how: list[Any] = [cell, reverse, save]
+    found = active().forward(*given, *how, *[strict])
+    if found is None:
+        dtype = _working(gates.dtype)
+        cast: Any = [None if t is None else t.to(dtype) for t in given]
+        found = stepwise.forward(*cast, *how)
+    out, last_c, saved = found
     return out.to(gates.dtype), last_c.to(gates.dtype), saved
 
 
@@ -142,6 +150,7 @@ def _fake_recurrence(
     cell: str,
     reverse: bool,
     save: bool,
+    strict: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kind = cell_of(cell)
     _check(gates, weight, bias, projection, h, c, kind)
@@ -168,10 +177,12 @@ def _recurrence_backward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = saved.dtype
-    given = (dout, dc, out, saved, weight, projection, h, c)
-    cast: tuple[Any, ...] = (*(None if t is None else t.to(dtype) for t in given),)
-    args = (*cast, cell, reverse)
-    found = stepwise.backward(*args)
+    given: list[Any] = [dout, dc, out, saved, weight, projection, h, c]
+    how: list[Any] = [cell, reverse]
+    found = active().backward(*given, *how)
+    if found is None:
+        cast: Any = [None if t is None else t.to(dtype) for t in given]
+        found = stepwise.backward(*cast, *how)
     return tuple(t.to(out.dtype) for t in found)  # type: ignore[return-value]
 
 
@@ -199,7 +210,7 @@ def _fake_recurrence_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, weight, bias, projection, h, c, ctx.cell, ctx.reverse, _ = inputs
+    _, weight, bias, projection, h, c, ctx.cell, ctx.reverse, _, _ = inputs
     out, _, saved = output
     ctx.has_bias = bias is not None
     ctx.save_for_backward(weight, projection, h, c, out, saved)
@@ -227,7 +238,7 @@ def _gradients(
         states = (o * c_all.tanh()).transpose(1, 2).to(out.dtype)  # T, B, H
         dprojection = dstates.flatten(0, 1).t() @ states.flatten(0, 1)
     dc = dc if c is not None else None
-    return dgates, dweight, dbias, dprojection, dh, dc, None, None, None
+    return dgates, dweight, dbias, dprojection, dh, dc, None, None, None, None
 
 
 def _no_second(ctx: Any, *grads: Tensor | None) -> Any:

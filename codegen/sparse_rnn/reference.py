@@ -1,7 +1,8 @@
 """The reference kernels with their weights and their exchange, ready to launch.
 
 Weights lie on chip for a launch; the exchange lives on from launch to launch and is never reset:
-each launch counts its epochs from where the last one ended.
+each launch counts its epochs from where the last one ended, in the device's memory, so that a CUDA
+graph that captured some can be replayed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.emit import arguments, emit, load, write
 from graphpar.codegen.sparse_rnn.emit_common import sizes
+from graphpar.codegen.sparse_rnn.exchange import capturing
 from graphpar.codegen.sparse_rnn.operands import (
     RESULTS,
     backward_operands,
@@ -26,40 +28,38 @@ from graphpar.codegen.sparse_rnn.operands import (
 )
 from graphpar.codegen.sparse_rnn.pack import Packed, pack, repack
 from graphpar.codegen.sparse_rnn.spec import KernelSpec, power_of_two
-from graphpar.errors import KernelError
+from graphpar.errors import WatchdogError
 
 Launch = Callable[[Any, int, Mapping[str, Any]], None]
 """Runs a kernel with so many blocks at once, on these arguments."""
 
-MAX_EPOCH = (1 << 31) - 2
-
 
 @dataclass(slots=True)
 class Exchange:
-    """Words of 64 bits in two buffers; ``epoch`` is the first that no word carries yet."""
+    """Words of 64 bits in two buffers, and what counts on from launch to launch: ``clock``, int32,
+    holds the epoch that the next launch starts with and the arrivals before it; see
+    :class:`graphpar.codegen.sparse_rnn.exchange.Exchange`."""
 
     words: Tensor
+    clock: Tensor
     counter: Tensor
     error: Tensor
-    epoch: int = 1
 
     @classmethod
     def of(cls, spec: KernelSpec, device: torch.device) -> Exchange:
         words = torch.zeros(spec.words, dtype=torch.int64, device=device)
-        flags = torch.zeros(2, dtype=torch.int32, device=device)
-        return cls(words, flags[:1], flags[1:])
+        flags = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
+        return cls(words, torch.tensor([1, 0], dtype=torch.int32, device=device), *flags)
 
-    def start(self, payload: Tensor, steps: int) -> tuple[int, int]:
-        """Write the words of the first epoch, int32 of a buffer's size; returns the epoch and the
-        arrivals that the counter has seen. Epochs for ``steps`` steps are used up."""
-        if self.epoch + steps >= MAX_EPOCH:
-            self.words.zero_()
-            self.epoch = 1
-        epoch = self.epoch
-        word = (payload.reshape(-1).to(torch.int64) & 0xFFFFFFFF) | (epoch << 32)
-        self.words[: len(word)] = word
-        self.epoch = epoch + steps + 1
-        return epoch, int(self.counter)
+    def start(self, payload: Tensor) -> None:
+        """Write the words of the first epoch, int32 of a buffer's size."""
+        word = payload.reshape(-1).to(torch.int64) & 0xFFFFFFFF
+        self.words[: len(word)] = word | (self.clock[0].to(torch.int64) << 32)
+
+    def advance(self, steps: int, programs: int) -> None:
+        """After a launch: its epochs and arrivals are used up."""
+        self.clock[0] += steps + 1
+        self.clock[1] += steps * programs
 
 
 def payload_of(state: Tensor, spec: KernelSpec) -> Tensor:
@@ -199,17 +199,18 @@ class Reference:
     ) -> None:
         """Launch, with ``first`` as the payload that the first step receives."""
         spec = part.spec
-        epoch, arrived = exchange.start(first, steps)
-        given: dict[str, Any] = {"steps": steps, "epoch": epoch, "arrived": arrived, **operands}
+        exchange.start(first)
+        given: dict[str, Any] = {"steps": steps, **operands}
         if spec.part not in self._kernels:
             module = load(write(self._edit(emit(spec)), self._folder))
             self._kernels[spec.part] = getattr(module, spec.part)
         given |= part.arguments()
-        given["exchange_ptr"] = exchange.words
+        given["exchange_ptr"], given["clock_ptr"] = exchange.words, exchange.clock
         given["counter_ptr"], given["error_ptr"] = exchange.counter, exchange.error
         ordered = {name: given[name] for name in arguments(spec)}
         constants = {**sizes(spec), "SPIN": self._spin}
         self._launch(self._kernels[spec.part], spec.programs, {**ordered, **constants})
-        if int(exchange.error):
+        exchange.advance(steps, spec.programs)
+        if not capturing(first.device) and int(exchange.error):
             exchange.error.zero_()
-            raise KernelError("a block waited in vain for another one and gave up")
+            raise WatchdogError("a block waited in vain for another one and gave up")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,13 +13,15 @@ from torch import Tensor, fx
 
 from graphpar.cli.loading import HELP, load_model
 from graphpar.cli.output import Terminal
-from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.compile import Compiled, compile_all, fast_order
 from graphpar.codegen.sparse_rnn.devices import DEVICES, device_of
 from graphpar.codegen.sparse_rnn.emit import write
+from graphpar.codegen.sparse_rnn.emit_fast_helpers import SYNC
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
+from graphpar.codegen.sparse_rnn.exchange import TYPES
+from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.codegen.sparse_rnn.plan import Plan, plan_kernel
+from graphpar.codegen.sparse_rnn.plan import Plan
 from graphpar.codegen.sparse_rnn.static_checks import check
 from graphpar.errors import CapacityError, InputError
 from graphpar.interpret import StateValues, model_state
@@ -36,8 +38,8 @@ def add_parser(
     parser = commands.add_parser(
         "codegen",
         help="print the kernels of sparse recurrences",
-        description="Print the forward kernels of a model's sparse recurrences. No GPU is needed: "
-        "its code is compiled, and checked, for the architecture that is named.",
+        description="Print the kernels of a model's sparse recurrences. No GPU is needed: its code "
+        "is compiled, and checked, for the architecture that is named.",
     )
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument(
@@ -45,6 +47,21 @@ def add_parser(
     )
     parser.add_argument(
         "--emit", choices=EMITS, default="plan", help="plan (default), source, ptx or sass"
+    )
+    parser.add_argument(
+        "--type",
+        choices=list(TYPES),
+        default="bf16",
+        help="of weights and of what blocks exchange; default: bf16",
+    )
+    parser.add_argument(
+        "--sync",
+        choices=["lamport", "counter"],
+        default="lamport",
+        help="how blocks wait: for words that carry their epoch (default), or at a counter barrier",
+    )
+    parser.add_argument(
+        "--backward", action="store_true", help="the kernels of backward, not of forward"
     )
     parser.set_defaults(run=run)
     return parser
@@ -75,7 +92,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         mark = "//" if options.emit == "ptx" else "#"
         terminal.write(f"{mark} {each.name}: {each.cell}, {each.line}\n")
         try:
-            terminal.write(text_of(each, options.arch, options.emit, terminal))
+            terminal.write(text_of(each, options, terminal))
         except CapacityError as error:
             terminal.write(f"{mark} no kernel: {error}\n")
     return 0
@@ -97,7 +114,7 @@ def recurrences(program: Program, values: StateValues) -> Iterator[Recurrence]:
             yield Recurrence(name, line, cell, value, batch, reverse, projected)
 
 
-def text_of(each: Recurrence, arch: str, emit: str, terminal: Terminal) -> str:
+def text_of(each: Recurrence, options: argparse.Namespace, terminal: Terminal) -> str:
     """What is to be printed of one kernel.
 
     Raises:
@@ -105,27 +122,34 @@ def text_of(each: Recurrence, arch: str, emit: str, terminal: Terminal) -> str:
     """
     if each.projected:
         raise CapacityError("an LSTM with projections runs by the library's products")
-    rows = (each.weight != 0).sum(dim=1).reshape(cell_of(each.cell).gates, -1).numpy()
-    columns = each.weight.shape[1]
-    plan = plan_kernel(each.cell, rows, columns, batch=each.batch, device=device_of(arch))
-    spec = FastSpec.of(plan, reverse=each.reverse)
-    if emit == "plan":
-        return describe(plan)
+    plan = plan_of(
+        each.weight,
+        each.cell,
+        "backward" if options.backward else "forward",
+        batch=each.batch,
+        device=device_of(options.arch),
+        value=options.type,
+    )
+    spec = replace(FastSpec.of(plan, reverse=each.reverse), sync=options.sync)
+    if options.emit == "plan":
+        return describe(plan, spec)
     source = emit_fast(spec)
-    if emit == "source":
+    if options.emit == "source":
         return source
     with TemporaryDirectory() as folder:
-        (compiled,) = compile_all([fast_order(spec, write(source, Path(folder)), arch=arch)])
+        order = fast_order(spec, write(source, Path(folder)), arch=options.arch)
+        (compiled,) = compile_all([order])
     terminal.say(findings(spec, compiled))
-    return compiled.ptx if emit == "ptx" else compiled.sass
+    return compiled.ptx if options.emit == "ptx" else compiled.sass
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Plan, spec: FastSpec) -> str:
     """The plan, a line per fact."""
     parts = ", ".join(f"{name} {us:.2f}" for name, us in plan.parts_us.items())
     held = f"{plan.register_words} in registers, {plan.shared_words} in shared memory"
     return (
-        f"{plan.device.name}: {plan.programs} blocks of {plan.warps} warps\n"
+        f"{plan.device.name}: {plan.programs} blocks of {plan.warps} warps; {spec.part}, "
+        f"{spec.value}, {SYNC[spec.sync]}\n"
         f"{plan.depth} non-zeros per thread, {held} ({plan.shared_bytes:,} bytes per block)\n"
         f"modelled: {plan.step_us:.2f} us a step ({parts}), {plan.speedup:.1f} times as fast as "
         f"reading the dense matrix ({plan.dense_us:.2f} us)\n"

@@ -13,6 +13,7 @@ from graphpar.interpret import StateValues
 from graphpar.passes.lower_recurrences.layers import CELLS, PACKED, Layers
 from graphpar.passes.lower_recurrences.loops import find_loops
 from graphpar.passes.lower_recurrences.roll import roll
+from graphpar.passes.lower_recurrences.unrolled import unrolled
 from graphpar.program import Program, copy_graph, info
 
 __all__ = ["MODES", "LowerRecurrences", "lower_recurrences"]
@@ -49,13 +50,17 @@ def lower_recurrences(program: Program, options: LowerRecurrences = LowerRecurre
         known = ", ".join(map(repr, MODES))
         raise InputError(f"sparse_rnn must be one of {known}, not {options.sparse_rnn!r}")
     targets = {node.target for node in program.graph.nodes}
-    if targets.isdisjoint((*CELLS, *PACKED)) and not find_loops(program, program.graph):
+    loops = find_loops(program, program.graph)
+    stay = unrolled(program, program.graph, loops)
+    if targets.isdisjoint((*CELLS, *PACKED)) and not loops and not stay:
         return program
     graph, _ = copy_graph(program.graph)
     known_values = StateValues(program, options.weights or {})
     found = _Found()
     _lower_layers(graph, known_values, options, found)
     _roll_loops(program, graph, known_values, options, found)
+    for name, decision in stay.items():
+        found.add(name, {"": decision}, [])
     report = {**program.report, "sparse_rnn": found.in_order(graph)}
     return program.with_graphs({"": graph} if found.ops else {}, report=report)
 
@@ -93,7 +98,7 @@ def _lower_layers(
         if node.target in PACKED:
             found.add(name, {"": Decision(False, "packed sequences stay as they are")}, [])
             continue
-        layers = Layers(graph, node)
+        layers = Layers(graph, node, strict=options.sparse_rnn is True)
         chosen = layers.decide(options.sparse_rnn, options.model, known)
         if any(each.lowered for each in chosen.values()):
             layers.run(list(chosen.values()))

@@ -18,11 +18,12 @@ aten = torch.ops.aten
 class Emitter:
     """Adds nodes at the insertion point of ``graph``, with the provenance of ``like``.
 
-    ``made``: what was added, in order. ``ops``: the recurrences among it.
+    ``strict``: recurrences for which no kernel of a GPU can be had are errors. ``made``: what was
+    added, in order. ``ops``: the recurrences among it.
     """
 
-    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
-        self.graph, self.like = graph, like
+    def __init__(self, graph: fx.Graph, like: fx.Node, *, strict: bool = False) -> None:
+        self.graph, self.like, self.strict = graph, like, strict
         self.made: list[fx.Node] = []
         self.ops: list[fx.Node] = []
 
@@ -48,7 +49,8 @@ class Emitter:
         """The op ``sparse_rnn``: the states, the last one, and of an LSTM the last cell state."""
         op = torch.ops.graphpar_rnn.sparse_rnn.default
         c = states[1] if len(states) > 1 else None
-        value = self(op, gates, weight, bias, projection, states[0], c, cell, reverse)
+        strict = (True,) if self.strict and tensor_spec(gates).device.type != "cpu" else ()
+        value = self(op, gates, weight, bias, projection, states[0], c, cell, reverse, *strict)
         self.ops.append(value)
         return [self.item(value, i) for i in range(len(states) + 1)]
 

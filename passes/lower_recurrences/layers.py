@@ -27,9 +27,9 @@ PACKED = (aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
 class Layers:
     """One recurrence node, and what replaces it."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, node: fx.Node, *, strict: bool = False) -> None:
         self.graph, self.node = graph, node
-        self.emit = Emitter(graph, node)
+        self.emit = Emitter(graph, node, strict=strict)
         self.cell = CELLS[node.target]
         x, state, params, biases, layers, p, train, both, batch_first = node.args
         self.x: Any = x

@@ -17,7 +17,14 @@ from torch import fx
 from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.passes.lower_recurrences.cells import Gate, Step, products, steps_of
 from graphpar.passes.lower_recurrences.forms import Forms, Product
-from graphpar.passes.lower_recurrences.pieces import Piece, aten, piece, shape_of, width_of
+from graphpar.passes.lower_recurrences.pieces import (
+    CASTS,
+    Piece,
+    aten,
+    piece,
+    shape_of,
+    width_of,
+)
 from graphpar.program import Program, info, tensor_spec
 
 ROOTS = {
@@ -183,7 +190,11 @@ def _broken(group: Mapping[fx.Node, Link], values: Values) -> Iterator[Loop]:
     inside = descendants(link.step.h for link in links)
     changed = [link.before for link in links if link.before in inside]
     if changed:
-        yield Loop(links, values, f"its state is changed between steps: {info(changed[0]).source}")
+        kind = tensor_spec(changed[0]).dtype
+        how = "changed between steps"
+        if changed[0].target in CASTS:
+            how = f"cast to {kind} between steps (autocast)"
+        yield Loop(links, values, f"its state is {how}: {info(changed[0]).source}")
 
 
 def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -11,8 +11,9 @@ from torch import fx
 from graphpar.program import TensorSpec, info, is_getitem
 
 aten = torch.ops.aten
-_SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
-_SPLITS = (
+CASTS = (aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout)
+SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
+SPLITS = (
     aten.split.Tensor,
     aten.unsafe_split.Tensor,
     aten.split_with_sizes.default,
@@ -49,7 +50,7 @@ def width_of(node: fx.Node) -> int:
 
 def whole(node: fx.Node) -> fx.Node:
     """The node that a copy is of."""
-    while node.target in _SAME:
+    while node.target in SAME:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -68,9 +69,9 @@ def piece(node: fx.Node, start: int = 0, size: int | None = None) -> Piece:
 def _cut(node: fx.Node, rank: int) -> tuple[fx.Node, int] | None:
     """What a node is cut from along its last dimension, and where."""
     args: Any = node.args
-    if node.target in _SAME:
+    if node.target in SAME:
         return args[0], 0
-    if is_getitem(node) and args[0].target in _SPLITS:
+    if is_getitem(node) and args[0].target in SPLITS:
         source, index = args
         dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
         if dim % rank == rank - 1:

@@ -35,7 +35,7 @@ def roll(
     """Make an op of a loop, in place, if it can be one and that is faster; returns it too."""
     if loop.fault:
         return Decision(False, loop.fault), []
-    rolled = _Roll(graph, loop)
+    rolled = _Roll(graph, loop, strict=mode is True)
     fault = rolled.fault()
     if not fault and draws_in_order and rolled.draws_move():
         fault = "it would draw random numbers in another order"
@@ -63,9 +63,9 @@ def roll(
 
 
 class _Roll:
-    def __init__(self, graph: fx.Graph, loop: Loop) -> None:
+    def __init__(self, graph: fx.Graph, loop: Loop, *, strict: bool) -> None:
         self.graph, self.loop = graph, loop
-        self.emit = Emitter(graph, loop.last.h)
+        self.emit = Emitter(graph, loop.last.h, strict=strict)
         self.gates = cell_of(loop.cell).gates
         self.batch, self.hidden = shape_of(loop.last.h)
         self.terms = [terms_of(link, loop.values) for link in loop.links]

@@ -30,6 +30,31 @@ def test_machine_code(graphpar: Command) -> None:
     assert found.err.strip().endswith("no faults")
 
 
+def test_types_waits_and_backward(graphpar: Command) -> None:
+    """Each option is in the text that is printed; what is printed compiles."""
+    found = graphpar("codegen", PRUNED, "--type", "fp16", "--sync", "counter", "--backward")
+    assert found.code == 0, found.err
+    assert "warps; backward, fp16, behind a counter of arrivals" in found.out
+    given = ("--type", "fp32", "--sync", "counter", "--backward", "--emit")
+    source = graphpar("codegen", PRUNED, *given, "source", "--arch", "sm_80").out
+    assert "part=backward" in source
+    assert "value=fp32, sync=counter" in source
+    assert "def meet(" in source
+    compile(source, "kernel", "exec")
+    plain = graphpar("codegen", PRUNED, "--emit", "source").out
+    assert "value=bf16, sync=lamport" in plain
+    code = graphpar("codegen", PRUNED, *given, "ptx")
+    assert code.code == 0, code.err
+    assert "ld.acquire.gpu.global" in code.out
+    assert code.err.strip().endswith("no faults")
+
+
+def test_a_type_that_is_unknown(graphpar: Command) -> None:
+    found = graphpar("codegen", PRUNED, "--type", "fp8")
+    assert found.code == 2
+    assert "invalid choice: 'fp8'" in found.err
+
+
 def test_a_model_without_recurrences(graphpar: Command) -> None:
     found = graphpar("codegen", f"{MODELS}:mlp")
     assert found.code == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -95,6 +97,8 @@ def decisions(program: Program) -> Mapping[str, Decision]:
     found: Mapping[str, Decision] = program.report["sparse_rnn"]
     return found
 
+
+# --- forms (C82) ---
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -298,6 +302,22 @@ def test_values_that_are_unknown() -> None:
     assert str(decision) == "dense: its recurrent weight has no values yet"
     assert decision.density is None
     assert counts(lowered(model, x, sparse_rnn=True))[SPARSE] == 1
+
+
+def test_without_triton() -> None:
+    """The recurrence runs by the library's products, as it does everywhere off a GPU."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, graphpar
+from torch import nn
+model, x = nn.LSTM(4, 8), torch.randn(3, 2, 4)
+found = graphpar.transform(model, (x,), tp=1, sparse_rnn=True)
+torch.testing.assert_close(found(x)[0], model(x)[0])
+assert all(d.lowered for d in found.report["sparse_rnn"].values())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_values_that_are_not_finite() -> None:

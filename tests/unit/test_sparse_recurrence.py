@@ -96,6 +96,9 @@ def compare(
         torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-10)
 
 
+# --- sizes and forms (C81, C82), with an empty and a full row ---
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("hidden", "batch", "steps"), [(33, 1, 9), (64, 3, 2), (257, 5, 1), (33, 5, 9)]
