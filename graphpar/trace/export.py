@@ -21,6 +21,7 @@ from graphpar.errors import GraphparWarning, TraceError
 from graphpar.provenance import Source
 from graphpar.trace.call import register_dataclasses
 from graphpar.trace.once import Once, Runs, Unlike
+from graphpar.trace.patches import one_at_a_time
 from graphpar.trace.report import TraceReport
 from graphpar.trace.watch import watched
 from graphpar.trace.where import LIBRARY_ROOTS, trace_error, user_line
@@ -141,9 +142,9 @@ def _export(
     def watch_outputs(module: nn.Module, arguments: Any, result: Any) -> None:
         register_dataclasses(result)
 
-    register_dataclasses((tuple(args), dict(kwargs)))
     notices: list[str] = []
-    with torch.inference_mode(False), torch.enable_grad():
+    with one_at_a_time(), torch.inference_mode(False), torch.enable_grad():
+        register_dataclasses((tuple(args), dict(kwargs)))
         inputs = clone_inputs(tuple(args)), clone_inputs(dict(kwargs))
         shapes = _free_shapes(model, inputs, free) if free else None
         handle = model.register_forward_hook(watch_outputs)

@@ -146,7 +146,7 @@ class Lowering:
                 self.env[operand] = values[place] if inner else self.env[inputs[place]]
             self.at(event.node, step.module)
             self.call(event.node)
-            found = self.env[event.node]
+            found = self.env.get(event.node)  # a region's has none
             for result in event.results:
                 at = result.place
                 values.append(found if at is None else self.getitem(found, at))

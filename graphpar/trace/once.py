@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from graphpar.provenance import Source
 from graphpar.trace.build import op_name
 from graphpar.trace.events import (
+    REGIONS,
     Root,
     Step,
     Unrecordable,
@@ -33,6 +34,7 @@ from graphpar.trace.events import (
     state,
 )
 from graphpar.trace.layer import Layer
+from graphpar.trace.patches import Patch, patched
 from graphpar.trace.repeated import repeated_modules
 from graphpar.trace.report import LayerTrace
 
@@ -144,13 +146,14 @@ class Once:
     def watching(self) -> Iterator[None]:
         """Within, exports share what their layers have in common."""
         tracer, mode = proxy_tensor._ModuleStackTracer, proxy_tensor.ProxyTorchDispatchMode
-        with (
-            mock.patch.object(tracer, "call_module", self._calls(tracer.call_module)),
-            mock.patch.object(tracer, "create_node", self._nodes(tracer.create_node)),
-            mock.patch.object(mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
+        patches: list[Patch] = [
+            (tracer, "call_module", self._calls(tracer.call_module)),
+            (tracer, "create_node", self._nodes(tracer.create_node)),
+            (mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
             # Code of graphs that are read, not run: a twentieth of the time.
-            mock.patch.object(fx.GraphModule, "recompile"),
-        ):
+            (fx.GraphModule, "recompile", lambda graph: None),
+        ]
+        with patched(patches):
             yield
 
     # --- what torch.export calls ---
@@ -182,6 +185,8 @@ class Once:
     def _nodes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
             layer = self.layer
+            if args[1] in REGIONS:
+                return self.region(layer, tracer, original, *args[:3])
             if layer is not None and not layer.busy:
                 target = getattr(args[1], "__name__", str(args[1]))
                 self.stop_following(f"{target} is no op on tensors")
@@ -211,7 +216,34 @@ class Once:
 
         return dispatch
 
-    # --- an op of a layer ---
+    # --- what a layer calls ---
+
+    def region(
+        self,
+        layer: Layer | None,
+        tracer: Any,
+        original: Callable[..., fx.Node],
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+    ) -> fx.Node:
+        """A region begins or ends: the node of it, which what is followed has already."""
+        # The end is given the node of the beginning, which may be one of the events'.
+        plain = tuple(x for x in args if not isinstance(x, fx.Node))
+        if layer is not None and (layer.following or layer.recording):
+            layer.trace.ops += 1
+            key = target, plain, state(), place()
+            if layer.following:
+                if (event := layer.at.next.get(key)) is not None:
+                    layer.follow(event, ())
+                    return event.node
+                self.stop_following(self.difference(layer, target.__name__))
+            if layer.recording:
+                layer.enter(self.events, key, target, plain)
+        own = tuple(
+            None if isinstance(x, fx.Node) and x.graph is not tracer.graph else x for x in args
+        )
+        return original(tracer, kind, target, own, {})
 
     def op(
         self, layer: Layer, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]
@@ -229,19 +261,19 @@ class Once:
         if layer.following:
             if (event := layer.at.next.get(whole)) is not None:
                 return layer.follow(event, reader.operands)
-            self.stop_following(self.difference(layer, func))
+            self.stop_following(self.difference(layer, op_name(func)))
         if not layer.recording:
             return run()
-        return layer.record(self.events, whole, reader.operands, run)
+        return layer.record(self.events, whole, reader, run)
 
-    def difference(self, layer: Layer, func: Any) -> str | None:
-        """Why an op is not among those that may come next."""
+    def difference(self, layer: Layer, name: str) -> str | None:
+        """Why the op of that name is not among those that may come next."""
         if not layer.at.next:
-            return None if isinstance(layer.at, Root) else f"{op_name(func)} comes after all ops"
+            return None if isinstance(layer.at, Root) else f"{name} comes after all ops"
         known = next(iter(layer.at.next.values()))
         layer.trace.like = layer.trace.like or known.layer
         at = f" at {Source(*lines[-1])}" if (lines := place()) else ""
-        return f"{op_name(func)}{at} is not as in {known.layer}"
+        return f"{name}{at} is not as in {known.layer}"
 
     # --- the end of a run ---
 
@@ -266,22 +298,23 @@ class Once:
             run = self.tracer.create_proxy("call_function", RUN, (inputs, number), {}, name="run")
             run.node.meta["val"] = None
             self.runs[number] = tuple(layer.steps)
+            constant = layer.constants()
             for n, value in layer.alive():
-                self.track(value, run, n)
+                self.track(value, run, n, constant(value))
         layer.busy = False
 
     def proxy_of(self, value: Tensor) -> Any:
         slot = self.tracer.tensor_tracker.get(value)
         return value if slot is None else slot.proxy
 
-    def track(self, value: Tensor, run: Any, number: int) -> None:
+    def track(self, value: Tensor, run: Any, number: int, constant: Tensor | None) -> None:
         made = self.tracer.tensor_tracker.get(value) is None
         if made and value.requires_grad and value.is_leaf:
             _leave_leaves(value)
         name = f"run_{number}"
         args = (run, number)
         item = self.tracer.create_proxy("call_function", operator.getitem, args, {}, name=name)
-        proxy_tensor.track_tensor_tree(value, item, constant=None, tracer=self.tracer)
+        proxy_tensor.track_tensor_tree(value, item, constant=constant, tracer=self.tracer)
 
 
 def _modes_of_others() -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import GPT2Config, GPT2Model
 
 import graphpar
 from graphpar.errors import InputError
@@ -119,6 +120,13 @@ class Collects(Stack):
             x = y[0] if isinstance(y, tuple) else y
             found += list(y[1:]) if isinstance(y, tuple) else []
         return x, found, cache
+
+
+@pytest.mark.parametrize(("scaled", "count"), [(True, 0), (False, 2)])
+def test_gpt2_whose_attention_is_scaled_by_layer(scaled: bool, count: int) -> None:
+    sizes = {"n_layer": 3, "n_embd": 8, "n_head": 2, "n_positions": 8, "vocab_size": 16}
+    config = GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=scaled, use_cache=False)
+    assert len(check(GPT2Model(config), torch.zeros(1, 4, dtype=torch.long)).folded) == count
 
 
 def test_structures_of_results_and_caches() -> None:
