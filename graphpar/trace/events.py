@@ -91,7 +91,8 @@ class Result:
 @dataclass(slots=True, eq=False)
 class Event:
     """``node`` is the op in a graph of its own, where placeholders stand for its ``operands``;
-    ``inner`` tells which operands are values of earlier events, by their numbers."""
+    ``inner`` tells which operands are values of earlier events, by their numbers. ``number``: what
+    it gave Python, if it reads a constant; then it is in no graph."""
 
     node: fx.Node
     operands: tuple[fx.Node, ...]
@@ -99,12 +100,14 @@ class Event:
     results: tuple[Result, ...]
     several: tuple[type, int] | None
     layer: str
+    number: bool | float | None = None
     next: dict[Hashable, Event] = field(default_factory=dict)
     calls: dict[Hashable, Shortcut] = field(default_factory=dict)
 
     @property
     def is_op(self) -> bool:
-        return isinstance(self.node.target, OpOverload)
+        """Whether it gives tensors."""
+        return self.number is None and isinstance(self.node.target, OpOverload)
 
 
 @dataclass(slots=True, eq=False)

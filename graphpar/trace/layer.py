@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from graphpar.trace.events import (
     Event,
@@ -35,12 +35,13 @@ class Layer:
     """A call of a layer, while it runs under ``tracer``.
 
     ``values`` are the results of its events, in order. They are not kept alive: torch gives Python
-    a copy of what a factory made if anyone holds it.
+    a copy of what a factory made if anyone holds it. ``handed``: all that stand for results.
     """
 
     trace: LayerTrace
     tracer: Any
     at: Event | Root
+    handed: WeakTensorKeyDictionary
     numbers: dict[int, int] = field(default_factory=dict)
     values: list[TensorWeakRef] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -105,10 +106,12 @@ class Layer:
                 self.inputs.append(operand)
             else:
                 places.append((True, number))
-        self.steps.append(Step(event, tuple(places), self.module_path()))
         self.at = event
         self.trace.shared += 1
         self.trace.like = event.layer
+        if event.number is not None:
+            return event.number
+        self.steps.append(Step(event, tuple(places), self.module_path()))
         outs: list[Any] = [None] * (event.several[1] if event.several else 1)
 
         def given(place: int) -> Tensor | None:
@@ -120,6 +123,7 @@ class Layer:
                 value = given(result.same)
             else:
                 value = result.fake(None if result.within is None else given(result.within))
+                self.handed[value] = True
             assert value is not None
             self.add(value)
             outs[result.place or 0] = value
@@ -135,9 +139,12 @@ class Layer:
     def enter(self, events: fx.Graph, key: Any, target: Any, args: tuple[Any, ...]) -> None:
         """Note that a region begins or ends."""
         node = events.create_node("call_function", target, args)
-        event = Event(node, (), (), (), None, self.trace.path)
+        self.go(key, Event(node, (), (), (), None, self.trace.path), ())
+
+    def go(self, key: Any, event: Event, operands: Sequence[Tensor]) -> None:
+        """Note that ``event`` came next."""
         self.at.next[key] = self.at = event
-        self.path.append((event, ()))
+        self.path.append((event, tuple(map(id, operands))))
 
     def record(self, events: fx.Graph, key: Any, reader: Reader, run: Callable[[], Any]) -> Any:
         """Run an op, and note what it gave."""
@@ -152,17 +159,27 @@ class Layer:
         try:
             if [_look(value) for value in known] != before:
                 raise Unrecordable("it changes what a tensor looks like, or a constant")
+            if type(out) in (bool, int, float) and reader.by_value:
+                self.go(key, self.reading(events, key, operands, out), operands)
+                return out
             node = _node_of(last, graph)
             results = results_of(out, operands, reader.by_value)
             event = self.event(events, node, nodes, operands, results, out)
         except Unrecordable:
             self.recording = False
             return out
-        self.at.next[key] = self.at = event
-        self.path.append((event, tuple(map(id, operands))))
+        self.go(key, event, operands)
         for result in results:
             self.add(out if result.place is None else out[result.place])
         return out
+
+    def reading(self, events: fx.Graph, key: Any, operands: Sequence[Tensor], number: Any) -> Event:
+        """That Python reads a constant."""
+        inner = tuple(map(self.number, operands))
+        if any(constant_of(operand) is None for operand in operands):
+            raise Unrecordable("it gives a number that is not of constants alone")
+        node = events.create_node("call_function", key[0][0], ())
+        return Event(node, (), inner, (), None, self.trace.path, number)
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         slot = self.tracer.tensor_tracker.get(value)

@@ -11,7 +11,6 @@ calls, its graph is the one that tracing every layer gives.
 from __future__ import annotations
 
 import operator
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphpar.provenance import Source
@@ -35,6 +34,7 @@ from graphpar.trace.events import (
 )
 from graphpar.trace.layer import Layer
 from graphpar.trace.patches import Patch, patched
+from graphpar.trace.questions import Elsewhere, Functions, Questions
 from graphpar.trace.repeated import repeated_modules
 from graphpar.trace.report import LayerTrace
 
@@ -44,87 +44,8 @@ RUN = torch.ops.graphpar_trace.run.default
 """``run(inputs, number)`` in an exported graph: the calls of the run of that number."""
 
 
-class Unlike(Exception):
-    """A layer asks of a tensor what only the op that makes it could tell."""
-
-
 Runs = Mapping[int, tuple[Step, ...]]
 """The calls that each run node stands for, by its number."""
-
-_LOOKS = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
-} | {Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_contiguous}
-_MORE_THAN_LOOKS = {
-    getattr(Tensor, name).__get__ for name in ("_base", "_version", "data", "grad_fn", "is_leaf")
-} | {
-    getattr(Tensor, "data").__set__,  # noqa: B009 - its type is that of the attribute
-    getattr(Tensor, "requires_grad").__set__,  # noqa: B009
-    Tensor._is_view,
-    Tensor.data_ptr,
-    Tensor.requires_grad_,
-    Tensor.retain_grad,
-    Tensor.set_,
-    Tensor.storage,
-    Tensor.untyped_storage,
-    Tensor.is_set_to,
-}
-"""Questions that only the op that made a tensor could answer, and changes that are no op."""
-
-_BUILTIN = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
-)
-_PYTHON = ("torch.nn.functional", "torch.functional", "torch._tensor")
-
-
-def _follows_from_arguments(func: Any) -> bool:
-    """Whether which ops a torch function calls follows from its arguments."""
-    return isinstance(func, _BUILTIN) or getattr(func, "__module__", None) in _PYTHON
-
-
-class _Functions(TorchFunctionMode):
-    """Sees the torch functions that a layer calls, and what it asks of its tensors."""
-
-    def __init__(self, once: Once, layer: Layer) -> None:
-        self.once = once
-        self.layer = layer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _LOOKS:
-            with torch._C.DisableTorchFunction():
-                return func(*args, **kwargs)
-        if func in _MORE_THAN_LOOKS:
-            self.once.asked = _name(func)  # also if the layer goes on after the error
-            raise Unlike(self.once.asked)
-        layer = self.layer
-        if layer.busy or not (layer.following or layer.recording):
-            return func(*args, **kwargs)
-        if not _follows_from_arguments(func):
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            reader = layer.reader()
-            try:
-                key = (reader.call(func, args, kwargs), reader.alike(), state(), place())
-            except Unrecordable:
-                key = None
-            if layer.following and (known := layer.at.calls.get(key)) is not None:
-                return layer.take(known, reader.operands)
-        at, count = layer.at, len(layer.path)
-        out = func(*args, **kwargs)
-        # Not if the first of its ops were followed, and only the later ones are in the path.
-        whole = len(layer.path) > count and layer.path[count][0] in at.next.values()
-        if key is not None and layer.recording and whole:
-            with torch._C.DisableTorchFunction():
-                made = layer.shortcut(count, reader.operands, out)
-            if made is not None:
-                at.calls[key] = made
-        return out
 
 
 class Once:
@@ -132,6 +53,7 @@ class Once:
 
     def __init__(self, model: nn.Module) -> None:
         self.repeated = repeated_modules(model)
+        self.called: set[int] = set()
         self.names = {id(module): name for name, module in model.named_modules()}
         self.roots: dict[tuple[type, torch.device], Root] = {}
         self.events = fx.Graph()
@@ -139,8 +61,7 @@ class Once:
         self.traces: list[LayerTrace] = []
         self.layer: Layer | None = None
         self.tracer: Any = None
-        self.asked: str | None = None
-        """What a layer asked of a tensor that its looks do not tell."""
+        self.questions = Questions()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -153,8 +74,20 @@ class Once:
             # Code of graphs that are read, not run: a twentieth of the time.
             (fx.GraphModule, "recompile", lambda graph: None),
         ]
-        with patched(patches):
+        with patched(patches), Elsewhere(self.questions):
             yield
+
+    def repeats(self, module: nn.Module) -> bool:
+        """Whether the module looks like others, or was called before and holds none that do."""
+        if id(module) in self.called and not any(id(m) in self.repeated for m in module.modules()):
+            self.repeated.add(id(module))
+        elif next(module.children(), None) is not None:
+            self.called.add(id(module))
+        return id(module) in self.repeated
+
+    def of(self, tracer: Any) -> Layer | None:
+        """The layer that runs, if ``tracer`` is not another trace's within the export's."""
+        return self.layer if self.layer is not None and self.layer.tracer is tracer else None
 
     # --- what torch.export calls ---
 
@@ -163,17 +96,17 @@ class Once:
             known = module
             if isinstance(module, proxy_tensor._AttrProxy):
                 known = tracer.proxy_modules[module]
-            repeats = self.layer is None and id(known) in self.repeated
-            if not repeats or _modes_of_others():
+            if self.layer is not None or not self.repeats(known) or _modes_of_others():
                 return original(tracer, module, *rest)
             kind = type(known)
             begin = kind, torch.get_default_device()
             trace = LayerTrace(self.names[id(known)], kind.__name__)
             self.tracer = tracer
-            self.layer = Layer(trace, tracer, self.roots.setdefault(begin, Root()))
+            root = self.roots.setdefault(begin, Root())
+            self.layer = Layer(trace, tracer, root, self.questions.handed)
             self.traces.append(trace)
             try:
-                with _Functions(self, self.layer):
+                with Functions(self.questions, self.layer):
                     result = original(tracer, module, *rest)
                 self.stop_following()
                 return result
@@ -184,7 +117,7 @@ class Once:
 
     def _nodes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            layer = self.layer
+            layer = self.of(tracer)
             if args[1] in REGIONS:
                 return self.region(layer, tracer, original, *args[:3])
             if layer is not None and not layer.busy:
@@ -200,7 +133,7 @@ class Once:
         def dispatch(
             mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            layer = self.layer
+            layer = self.of(mode.tracer)
             if layer is None or layer.busy or func is torch.ops.prim.device.default:
                 return original(mode, func, types, args, kwargs)
 
@@ -320,12 +253,7 @@ class Once:
 def _modes_of_others() -> bool:
     """Whether a mode is on that is not torch's: it may count how often it is asked."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    return not all(type(mode).__module__.startswith("torch.") for mode in modes)
-
-
-def _name(func: Any) -> str:
-    owner = getattr(func, "__self__", None)
-    return f"Tensor.{getattr(owner, '__name__', None) or func.__name__}"
+    return not all(type(m).__module__.startswith("torch.") or type(m) is Elsewhere for m in modes)
 
 
 def _leave_leaves(value: Tensor) -> None:

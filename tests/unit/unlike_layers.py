@@ -126,6 +126,17 @@ class MadeAndWritten(Layer):
         return x * same * float(scale)
 
 
+class ReadsWritten(Layer):
+    """A constant that is no longer one when it is read, but for the one that it was copied to."""
+
+    def change(self, x: Tensor) -> Any:
+        scale = torch.tensor(2.0 + self.index // 2)
+        kept = scale.clone()
+        same = scale.view(1)
+        scale += 0
+        return x * same * int(kept) * (scale + float(kept))
+
+
 class Closure(Layer):
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -372,6 +383,24 @@ class AsksInVain(Layer):
         return x * 2 if shared else x * 3
 
 
+class AsksOfParameters(Layer):
+    """What they can tell; no op stands behind them."""
+
+    def change(self, x: Tensor) -> Any:
+        return x * 2 if self.up.weight.is_leaf and self.up.weight.grad_fn is None else x * 3
+
+
+class ChangesFlagFirst(Layer):
+    """Of a tensor that the later layers do not change."""
+
+    def change(self, x: Tensor) -> Any:
+        y = torch.zeros_like(x)
+        if self.index == 0:
+            y.requires_grad_()
+        z = y * 2
+        return x + (z.cos() if z.requires_grad else z.sin())
+
+
 class ChangesFlag(Layer):
     def change(self, x: Tensor) -> Any:
         y = torch.zeros_like(x)
@@ -407,8 +436,9 @@ KINDS: list[tuple[type[Layer], list[str]]] = [
     (Made, NONE),
     (MadeAlike, ["layers.1", "layers.3"]),
     (MadeOfSeveral, ALL),
-    (MadeAndRead, NONE),
-    (MadeAndReadLater, NONE),
+    (MadeAndRead, ["layers.1", "layers.3"]),
+    (MadeAndReadLater, ["layers.1", "layers.3"]),
+    (ReadsWritten, ["layers.1", "layers.3"]),
     (MadeAndWritten, NONE),
     (Closure, NONE),
     (TensorClosure, ALL),
@@ -439,6 +469,8 @@ KINDS: list[tuple[type[Layer], list[str]]] = [
     (Attention, ALL),
     (AsksOfMemory, NONE),
     (AsksInVain, NONE),
+    (AsksOfParameters, ALL),
+    (ChangesFlagFirst, NONE),
     (ChangesFlag, NONE),
     (StraightThrough, ALL),
 ]
