@@ -74,7 +74,7 @@ class Once:
             # Code of graphs that are read, not run: a twentieth of the time.
             (fx.GraphModule, "recompile", lambda graph: None),
         ]
-        with patched(patches), Elsewhere(self.questions):
+        with patched(patches):
             yield
 
     def repeats(self, module: nn.Module) -> bool:
@@ -93,6 +93,10 @@ class Once:
 
     def _calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call_module(tracer: Any, module: nn.Module, *rest: Any) -> Any:
+            if self.tracer is not tracer:  # of the whole model, outside of which nobody asks
+                self.tracer = tracer
+                with Elsewhere(self.questions):
+                    return original(tracer, module, *rest)
             known = module
             if isinstance(module, proxy_tensor._AttrProxy):
                 known = tracer.proxy_modules[module]
@@ -101,7 +105,6 @@ class Once:
             kind = type(known)
             begin = kind, torch.get_default_device()
             trace = LayerTrace(self.names[id(known)], kind.__name__)
-            self.tracer = tracer
             root = self.roots.setdefault(begin, Root())
             self.layer = Layer(trace, tracer, root, self.questions.handed)
             self.traces.append(trace)
