@@ -81,7 +81,7 @@ class Once:
         """Whether the module looks like others, or was called before and holds none that do."""
         if id(module) in self.called and not any(id(m) in self.repeated for m in module.modules()):
             self.repeated.add(id(module))
-        elif next(module.children(), None) is not None:
+        elif id(module) in self.names and next(module.children(), None) is not None:
             self.called.add(id(module))
         return id(module) in self.repeated
 
@@ -93,14 +93,15 @@ class Once:
 
     def _calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call_module(tracer: Any, module: nn.Module, *rest: Any) -> Any:
-            if self.tracer is not tracer:  # of the whole model, outside of which nobody asks
+            if self.tracer is None:  # the whole model: outside of it nobody asks
                 self.tracer = tracer
                 with Elsewhere(self.questions):
                     return original(tracer, module, *rest)
             known = module
             if isinstance(module, proxy_tensor._AttrProxy):
                 known = tracer.proxy_modules[module]
-            if self.layer is not None or not self.repeats(known) or _modes_of_others():
+            within = self.layer is not None or tracer is not self.tracer
+            if within or not self.repeats(known) or _modes_of_others():
                 return original(tracer, module, *rest)
             kind = type(known)
             begin = kind, torch.get_default_device()
@@ -121,7 +122,7 @@ class Once:
     def _nodes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
             layer = self.of(tracer)
-            if args[1] in REGIONS:
+            if args[1] in REGIONS and not (layer is not None and layer.busy):
                 return self.region(layer, tracer, original, *args[:3])
             if layer is not None and not layer.busy:
                 target = getattr(args[1], "__name__", str(args[1]))

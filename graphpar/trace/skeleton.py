@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from graphpar.errors import TraceError
 
-
 _PLAIN = (dict, OrderedDict, set, list)
 
 

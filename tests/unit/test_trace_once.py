@@ -237,6 +237,16 @@ def test_one_stack_called_again() -> None:
     assert len(names(check(Again()))) == 7
 
 
+def test_layers_made_in_the_forward() -> None:
+    class Makes(Stack):
+        def forward(self, x: Tensor) -> Any:
+            for _ in range(3):
+                x = nn.Sequential(nn.Tanh(), nn.Sigmoid())(x)
+            return super().forward(x)
+
+    assert names(check(Makes())) == ALL
+
+
 def test_questions_outside_of_layers() -> None:
     class Views(Layer):
         def forward(self, x: Tensor) -> Any:
