@@ -30,7 +30,6 @@ CASES: list[tuple[int, bool, dict[str, int] | None]] = [
     (1, False, None),
     (2, False, {"llama": 1110, "gpt2": 1540, "mixtral": 4900, "bert": 1260}),
     (2, True, None),
-    (4, False, None),
     (4, True, {"llama": 580, "gpt2": 770, "mixtral": 2400, "bert": 1060}),
 ]
 
