@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -31,6 +32,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A markdown table; the first column is text, the others are numbers."""
     marks = ["---", *("--:" for _ in head[1:])]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, marks, *rows))
+
+
+def write_json(path: Path | None, figures: object) -> None:
+    """Keep a benchmark's numbers for another program to read, if a path is given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def report(name: str, title: str, body: str) -> None:

@@ -142,12 +142,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "LAYERS", "TRACE"))
     parser.add_argument("--flat", action="store_true", help="also trace every layer of the 8B")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
     options = parser.parse_args()
     if options.one:
         name, layers, trace = options.one
         print(json.dumps(measure(name, int(layers), trace)))
         return
-    from _common import report, table
+    from _common import report, table, write_json
 
     shapes = {name: shape[0] for name, shape in {**LLAMA, **GPT}.items()}
     cases = [(name, layers, "once") for name, layers in shapes.items()]
@@ -187,6 +188,9 @@ def main() -> None:
         ["graphpar dump of the 405B", f"{dump:.2f} s", "10 s"],
         ["import graphpar, after torch", f"{imports[len(imports) // 2]:.3f} s", "0.3 s"],
     ]
+    columns_of = dict(zip(columns, found.values(), strict=True))
+    figures = {figure: {"measured": measured, "aim": aim} for figure, measured, aim in checks}
+    write_json(options.json, {"stages": columns_of, "figures": figures})
     report(
         "transform_time",
         "The whole of transform by stage",

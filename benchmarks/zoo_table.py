@@ -1,6 +1,6 @@
 """What the partitioner makes of every model of the zoo.
 
-    python benchmarks/zoo_table.py [--tp 2] [NAME ...]
+    python benchmarks/zoo_table.py [--tp 2] [--json FILE] [NAME ...]
 
 For each model, without and with sequence parallelism: the share of its parameters and of its
 products' work that is sharded, the collectives of activations in its largest block (forward), ops
@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from _common import report, table
+from _common import report, table, write_json
 from torch import fx, nn
 
 from graphpar.errors import GraphparWarning
@@ -93,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
     options = parser.parse_args()
     warnings.simplefilter("ignore", GraphparWarning)
     rows = []
@@ -107,6 +109,7 @@ def main() -> None:
         "model", "sp", "parameters, %", "work, %", "in layers, %", "collectives of a layer",
         "no rule", "largest difference",
     ]  # fmt: skip
+    write_json(options.json, [dict(zip(head, each, strict=True)) for each in rows])
     report(
         "zoo_table" if not options.names else "zoo_part",
         f"The zoo, tp={options.tp}",

@@ -16,9 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphpar.trace.where import is_users
+
+REGIONS = (
+    torch._C._set_grad_enabled,
+    autocast_mode._enter_autocast,
+    autocast_mode._exit_autocast,
+)
+"""Calls in an exported graph that are no ops: they change how later ones run."""
+
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What ``torch.tensor`` calls: the result's value is known while it is traced, if it is one."""
 
 
 class Unrecordable(Exception):
@@ -38,30 +51,48 @@ class Looks:
 
     def fake(self, mode: FakeTensorMode) -> Tensor:
         """A tensor that looks so, made without running an op."""
-        with torch._C._DisableTorchDispatch():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             elements = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             if self.offset:
                 last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
                 memory = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
                 elements = memory.as_strided(self.shape, self.stride, self.offset)
-        return FakeTensor(mode, elements, self.device, requires_grad=self.requires_grad)
+            return FakeTensor(mode, elements.requires_grad_(self.requires_grad), self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """One tensor that an op gave. ``place``: where among several; ``same``: the operand that it
-    is, by its number; else what it looks like."""
+    is, by its number; else what it looks like. ``constant``: its value, which Python may read;
+    ``within``: the operand whose constant it is a view of."""
 
     place: int | None
     same: int | None
     looks: Looks | None
     mode: FakeTensorMode
+    constant: Tensor | None
+    within: int | None
+
+    def fake(self, whole: Tensor | None) -> Tensor:
+        """A tensor that looks like this result; ``whole``: the operand that it is ``within``."""
+        assert self.looks is not None
+        if self.constant is None:
+            return self.looks.fake(self.mode)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if whole is None:
+                value = self.constant.clone()
+            else:
+                value = as_placed(self.constant, whole.constant)  # type: ignore[attr-defined]
+            # Which remembers what shares memory with it.
+            make = self.mode.fake_tensor_converter.from_real_tensor
+            return make(self.mode, value, make_constant=True)
 
 
 @dataclass(slots=True, eq=False)
 class Event:
     """``node`` is the op in a graph of its own, where placeholders stand for its ``operands``;
-    ``inner`` tells which operands are values of earlier events, by their numbers."""
+    ``inner`` tells which operands are values of earlier events, by their numbers. ``number``: what
+    it gave Python, if it reads a constant; then it is in no graph."""
 
     node: fx.Node
     operands: tuple[fx.Node, ...]
@@ -69,8 +100,14 @@ class Event:
     results: tuple[Result, ...]
     several: tuple[type, int] | None
     layer: str
+    number: bool | float | None = None
     next: dict[Hashable, Event] = field(default_factory=dict)
     calls: dict[Hashable, Shortcut] = field(default_factory=dict)
+
+    @property
+    def is_op(self) -> bool:
+        """Whether it gives tensors."""
+        return self.number is None and isinstance(self.node.target, OpOverload)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +171,9 @@ class Reader:
         self.number = number
         self.tracker = tracker
         self.operands: list[Tensor] = []
+        self.lifts = False
+        self.by_value = True
+        """Whether equal keys mean operands of equal values."""
 
     def key(self, value: Any) -> Hashable:
         """Equal for arguments that an op cannot tell apart by more than the tensors' values."""
@@ -153,6 +193,7 @@ class Reader:
         raise Unrecordable(f"an argument is a {kind.__name__}")
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Hashable:
+        self.lifts = func in _LIFTS
         return func, self.key(tuple(args)), tuple(kwargs), self.key(tuple(kwargs.values()))
 
     def alike(self) -> tuple[int, ...]:
@@ -165,7 +206,26 @@ class Reader:
         slot = self.tracker.get(value)
         if slot is not None and slot.constant is not None:
             raise Unrecordable("an argument is a constant whose value is known")
+        if self.lifts and type(value) is Tensor and value.numel() <= 1:
+            return (Tensor, *metadata(value), content(value))
+        self.by_value = False
         return (type(value), slot is None, value.is_leaf, *metadata(value))
+
+
+def content(value: Tensor) -> bytes:
+    """The value of a tensor that is none of the trace's."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def as_placed(value: Tensor, memory: Tensor) -> Tensor:
+    """The elements of ``memory`` that lie where those of ``value`` do in its own."""
+    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def constant_of(value: Tensor) -> Tensor | None:
+    """The value of a tensor of the trace, if Python may read it."""
+    return getattr(value, "constant", None)
 
 
 def metadata(value: Tensor) -> tuple[Hashable, ...]:
@@ -199,20 +259,28 @@ def place() -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def results_of(out: Any, operands: Sequence[Tensor]) -> tuple[Result, ...]:
-    """What an op gave.
+def results_of(out: Any, operands: Sequence[Tensor], by_value: bool) -> tuple[Result, ...]:
+    """What an op gave. ``by_value``: so it does whenever it is called so, in value too.
 
     Raises:
-        Unrecordable: other things than tensors, or tensors that are known in more than looks.
+        Unrecordable: other things than tensors, or tensors that are known in more than that.
     """
+    constants = map(constant_of, operands)
+    memory = {x.untyped_storage()._cdata: i for i, x in enumerate(constants) if x is not None}
     values = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
     found = []
     for place, value in values:
         if value is None:
             continue
-        if type(value) is not FakeTensor or value.constant is not None:
-            raise Unrecordable("it gives more than tensors without values")
+        if type(value) is not FakeTensor:
+            raise Unrecordable("it gives other things than tensors")
+        constant = value.constant
+        if constant is not None and not by_value:
+            raise Unrecordable("it gives a constant that depends on more than its arguments")
+        within = None if constant is None else memory.get(constant.untyped_storage()._cdata)
+        if within is not None and constant_of(operands[within]).dtype != constant.dtype:  # type: ignore[union-attr]
+            raise Unrecordable("it gives the bits of a constant")
         same = next((i for i, operand in enumerate(operands) if operand is value), None)
         looks = None if same is not None else Looks(*metadata(value))  # type: ignore[arg-type]
-        found.append(Result(place, same, looks, value.fake_mode))
+        found.append(Result(place, same, looks, value.fake_mode, constant, within))
     return tuple(found)

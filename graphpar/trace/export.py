@@ -20,7 +20,9 @@ from torch.utils._pytree import TreeSpec
 from graphpar.errors import GraphparWarning, TraceError
 from graphpar.provenance import Source
 from graphpar.trace.call import register_dataclasses
-from graphpar.trace.once import Once, Runs, Unlike
+from graphpar.trace.once import Once, Runs
+from graphpar.trace.patches import one_at_a_time
+from graphpar.trace.questions import Unlike
 from graphpar.trace.report import TraceReport
 from graphpar.trace.watch import watched
 from graphpar.trace.where import LIBRARY_ROOTS, trace_error, user_line
@@ -126,7 +128,8 @@ def export(
         try:
             return _export(model, args, kwargs, (), shared)
         except Exception as error:  # if sharing is not why, it comes again
-            reason = f"a layer asks for {shared.asked}" if shared.asked else str(error)
+            asked = shared.questions.asked
+            reason = f"the model asks for {asked}" if asked else str(error)
     exported = _export(model, args, kwargs, free, None)
     return replace(exported, report=TraceReport(flat=reason.partition("\n")[0]))
 
@@ -141,9 +144,9 @@ def _export(
     def watch_outputs(module: nn.Module, arguments: Any, result: Any) -> None:
         register_dataclasses(result)
 
-    register_dataclasses((tuple(args), dict(kwargs)))
     notices: list[str] = []
-    with torch.inference_mode(False), torch.enable_grad():
+    with one_at_a_time(), torch.inference_mode(False), torch.enable_grad():
+        register_dataclasses((tuple(args), dict(kwargs)))
         inputs = clone_inputs(tuple(args)), clone_inputs(dict(kwargs))
         shapes = _free_shapes(model, inputs, free) if free else None
         handle = model.register_forward_hook(watch_outputs)
@@ -161,8 +164,8 @@ def _export(
             raise _explain(error) from error
         finally:
             handle.remove()
-    if shared is not None and shared.asked:
-        raise Unlike(shared.asked)
+    if shared is not None and shared.questions.asked:
+        raise Unlike(shared.questions.asked)
     for notice in dict.fromkeys(notices):
         warnings.warn(notice, GraphparWarning, stacklevel=4)
     assigned: set[str] = set()

@@ -18,7 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import (
+    _temp_remove_pre_dispatch_torch_function_mode,
+    make_fx,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphpar.passes.rules.pointwise import is_pointwise
@@ -155,7 +158,9 @@ def _look(
     cls: type, apply: Apply, args: Sequence[Any], times: int = 1
 ) -> tuple[fx.Graph, list[Tensor], list[Any], bool]:
     """The ops of forward and backward on fake tensors; what went in and came out."""
-    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+    # Without the mode that puts grad mode's changes into the graph of the export.
+    no_export = _temp_remove_pre_dispatch_torch_function_mode()
+    with no_export, _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
         tensors = [_like(x, times) for x in args if isinstance(x, Tensor)]
         try:
             found = apply(cls, *_fill(args, tensors))

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
-from torch.utils.weak import TensorWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from graphpar.trace.events import (
     Event,
@@ -19,6 +21,9 @@ from graphpar.trace.events import (
     Shortcut,
     Step,
     Unrecordable,
+    as_placed,
+    constant_of,
+    content,
     metadata,
     results_of,
 )
@@ -30,12 +35,13 @@ class Layer:
     """A call of a layer, while it runs under ``tracer``.
 
     ``values`` are the results of its events, in order. They are not kept alive: torch gives Python
-    a copy of what a factory made if anyone holds it.
+    a copy of what a factory made if anyone holds it. ``handed``: all that stand for results.
     """
 
     trace: LayerTrace
     tracer: Any
     at: Event | Root
+    handed: WeakTensorKeyDictionary
     numbers: dict[int, int] = field(default_factory=dict)
     values: list[TensorWeakRef] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -53,6 +59,23 @@ class Layer:
         """The number of the value that ``value`` is at present; ``None`` if it is none."""
         number = self.numbers.get(id(value))
         return number if number is not None and self.values[number]() is value else None
+
+    def constants(self) -> Callable[[Tensor], Tensor | None]:
+        """Gives copies of the constants of values, which share memory as these do."""
+        copies: dict[int, Tensor] = {}
+
+        def copy(value: Tensor) -> Tensor | None:
+            constant = constant_of(value)
+            if constant is None:
+                return None
+            with _disable_current_modes():
+                memory = constant.untyped_storage()
+                if memory._cdata not in copies:
+                    whole = torch.empty(0, dtype=constant.dtype).set_(memory.clone())
+                    copies[memory._cdata] = whole
+                return as_placed(constant, copies[memory._cdata])
+
+        return copy
 
     def alive(self) -> Iterator[tuple[int, Tensor]]:
         for number, reference in enumerate(self.values):
@@ -83,18 +106,24 @@ class Layer:
                 self.inputs.append(operand)
             else:
                 places.append((True, number))
-        self.steps.append(Step(event, tuple(places), self.module_path()))
         self.at = event
         self.trace.shared += 1
         self.trace.like = event.layer
+        if event.number is not None:
+            return event.number
+        self.steps.append(Step(event, tuple(places), self.module_path()))
         outs: list[Any] = [None] * (event.several[1] if event.several else 1)
+
+        def given(place: int) -> Tensor | None:
+            inner = event.inner[place]
+            return operands[place] if inner is None else self.values[inner]()
+
         for result in event.results:
             if result.same is not None:
-                inner = event.inner[result.same]
-                value = operands[result.same] if inner is None else self.values[inner]()
+                value = given(result.same)
             else:
-                assert result.looks is not None
-                value = result.looks.fake(result.mode)
+                value = result.fake(None if result.within is None else given(result.within))
+                self.handed[value] = True
             assert value is not None
             self.add(value)
             outs[result.place or 0] = value
@@ -107,10 +136,19 @@ class Layer:
         _, at, repeat = key.rpartition("@")
         return f"{path}@{repeat}" if at and repeat.isdigit() else path
 
-    def record(
-        self, events: fx.Graph, key: Any, operands: list[Tensor], run: Callable[[], Any]
-    ) -> Any:
+    def enter(self, events: fx.Graph, key: Any, target: Any, args: tuple[Any, ...]) -> None:
+        """Note that a region begins or ends."""
+        node = events.create_node("call_function", target, args)
+        self.go(key, Event(node, (), (), (), None, self.trace.path), ())
+
+    def go(self, key: Any, event: Event, operands: Sequence[Tensor]) -> None:
+        """Note that ``event`` came next."""
+        self.at.next[key] = self.at = event
+        self.path.append((event, tuple(map(id, operands))))
+
+    def record(self, events: fx.Graph, key: Any, reader: Reader, run: Callable[[], Any]) -> Any:
         """Run an op, and note what it gave."""
+        operands = reader.operands
         graph = self.tracer.graph
         last = next(iter(reversed(graph.nodes)))
         written = key[0][0]._schema.is_mutable
@@ -120,18 +158,28 @@ class Layer:
         out = run()
         try:
             if [_look(value) for value in known] != before:
-                raise Unrecordable("it changes what a tensor looks like")
+                raise Unrecordable("it changes what a tensor looks like, or a constant")
+            if type(out) in (bool, int, float) and reader.by_value:
+                self.go(key, self.reading(events, key, operands, out), operands)
+                return out
             node = _node_of(last, graph)
-            results = results_of(out, operands)
+            results = results_of(out, operands, reader.by_value)
             event = self.event(events, node, nodes, operands, results, out)
         except Unrecordable:
             self.recording = False
             return out
-        self.at.next[key] = self.at = event
-        self.path.append((event, tuple(map(id, operands))))
+        self.go(key, event, operands)
         for result in results:
             self.add(out if result.place is None else out[result.place])
         return out
+
+    def reading(self, events: fx.Graph, key: Any, operands: Sequence[Tensor], number: Any) -> Event:
+        """That Python reads a constant."""
+        inner = tuple(map(self.number, operands))
+        if any(constant_of(operand) is None for operand in operands):
+            raise Unrecordable("it gives a number that is not of constants alone")
+        node = events.create_node("call_function", key[0][0], ())
+        return Event(node, (), inner, (), None, self.trace.path, number)
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         slot = self.tracer.tensor_tracker.get(value)
@@ -171,6 +219,8 @@ class Layer:
         position = {id(operand): i for i, operand in reversed(list(enumerate(operands)))}
         steps = []
         for event, ids in self.path[count:]:
+            if not event.is_op:
+                return None
             places = [
                 position.get(each) if inner is None else None
                 for each, inner in zip(ids, event.inner, strict=True)
@@ -188,7 +238,8 @@ class Layer:
 
 def _look(value: Tensor) -> Any:
     try:
-        return metadata(value)
+        constant = constant_of(value)
+        return metadata(value), None if constant is None else content(constant)
     except Unrecordable:
         return None
 

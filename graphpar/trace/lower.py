@@ -37,6 +37,8 @@ _CHECKS = {
 }
 # Their results are contiguous; their meta functions say that they follow the targets' strides.
 _CONTIGUOUS = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
+# In torch 2.11 an export says that their states have a dimension more than they have.
+_RECURRENCES = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 _BY_VALUE = (
     "depends on the values of tensors; compute with tensors instead (torch.where, masks, padding), "
     "or take the decision outside the model"
@@ -146,7 +148,7 @@ class Lowering:
                 self.env[operand] = values[place] if inner else self.env[inputs[place]]
             self.at(event.node, step.module)
             self.call(event.node)
-            found = self.env[event.node]
+            found = self.env.get(event.node)  # a region's has none
             for result in event.results:
                 at = result.place
                 values.append(found if at is None else self.getitem(found, at))
@@ -207,6 +209,16 @@ class Lowering:
         if target in _CONTIGUOUS:
             with self.b.fake():
                 val = val.contiguous()
+        if target in _RECURRENCES:
+            traced, val = val, self.run_fake(node, target)
+            wrong = [
+                i for i, (a, b) in enumerate(zip(traced, val, strict=True)) if a.shape != b.shape
+            ]
+            if any(user.args[1] in wrong and user.users for user in node.users):
+                raise trace_error(
+                    f"torch {torch.__version__} gives {target} states of a wrong shape",
+                    self.b.source,
+                )
         if (same := self.returned(node, target, val)) is not None:
             return self.env[same]
         if is_composite(target) and (found := self.parts(node, target)) is not None:
@@ -274,10 +286,14 @@ class Lowering:
         alike = [n for n in node.all_input_nodes if _same_memory(n.meta.get("val"), val)]
         if not alike:
             return None
+        result = self.run_fake(node, target)
+        return next((n for n in alike if n.meta["val"] is result), None)
+
+    def run_fake(self, node: fx.Node, target: OpOverload) -> Any:
+        """What the op gives for fake values like those of the export."""
         with torch.no_grad(), self.b.fake():
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            result = target(*args, **kwargs)
-        return next((n for n in alike if n.meta["val"] is result), None)
+            return target(*args, **kwargs)
 
     def check_static(self, target: OpOverload, val: Any) -> None:
         """No shape or number may depend on the values of tensors."""

@@ -11,7 +11,6 @@ calls, its graph is the one that tracing every layer gives.
 from __future__ import annotations
 
 import operator
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,12 +19,13 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphpar.provenance import Source
 from graphpar.trace.build import op_name
 from graphpar.trace.events import (
+    REGIONS,
     Root,
     Step,
     Unrecordable,
@@ -33,6 +33,8 @@ from graphpar.trace.events import (
     state,
 )
 from graphpar.trace.layer import Layer
+from graphpar.trace.patches import Patch, patched
+from graphpar.trace.questions import Elsewhere, Functions, Questions
 from graphpar.trace.repeated import repeated_modules
 from graphpar.trace.report import LayerTrace
 
@@ -42,87 +44,8 @@ RUN = torch.ops.graphpar_trace.run.default
 """``run(inputs, number)`` in an exported graph: the calls of the run of that number."""
 
 
-class Unlike(Exception):
-    """A layer asks of a tensor what only the op that makes it could tell."""
-
-
 Runs = Mapping[int, tuple[Step, ...]]
 """The calls that each run node stands for, by its number."""
-
-_LOOKS = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
-} | {Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_contiguous}
-_MORE_THAN_LOOKS = {
-    getattr(Tensor, name).__get__ for name in ("_base", "_version", "data", "grad_fn", "is_leaf")
-} | {
-    getattr(Tensor, "data").__set__,  # noqa: B009 - its type is that of the attribute
-    getattr(Tensor, "requires_grad").__set__,  # noqa: B009
-    Tensor._is_view,
-    Tensor.data_ptr,
-    Tensor.requires_grad_,
-    Tensor.retain_grad,
-    Tensor.set_,
-    Tensor.storage,
-    Tensor.untyped_storage,
-    Tensor.is_set_to,
-}
-"""Questions that only the op that made a tensor could answer, and changes that are no op."""
-
-_BUILTIN = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
-)
-_PYTHON = ("torch.nn.functional", "torch.functional", "torch._tensor")
-
-
-def _follows_from_arguments(func: Any) -> bool:
-    """Whether which ops a torch function calls follows from its arguments."""
-    return isinstance(func, _BUILTIN) or getattr(func, "__module__", None) in _PYTHON
-
-
-class _Functions(TorchFunctionMode):
-    """Sees the torch functions that a layer calls, and what it asks of its tensors."""
-
-    def __init__(self, once: Once, layer: Layer) -> None:
-        self.once = once
-        self.layer = layer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _LOOKS:
-            with torch._C.DisableTorchFunction():
-                return func(*args, **kwargs)
-        if func in _MORE_THAN_LOOKS:
-            self.once.asked = _name(func)  # also if the layer goes on after the error
-            raise Unlike(self.once.asked)
-        layer = self.layer
-        if layer.busy or not (layer.following or layer.recording):
-            return func(*args, **kwargs)
-        if not _follows_from_arguments(func):
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            reader = layer.reader()
-            try:
-                key = (reader.call(func, args, kwargs), reader.alike(), state(), place())
-            except Unrecordable:
-                key = None
-            if layer.following and (known := layer.at.calls.get(key)) is not None:
-                return layer.take(known, reader.operands)
-        at, count = layer.at, len(layer.path)
-        out = func(*args, **kwargs)
-        # Not if the first of its ops were followed, and only the later ones are in the path.
-        whole = len(layer.path) > count and layer.path[count][0] in at.next.values()
-        if key is not None and layer.recording and whole:
-            with torch._C.DisableTorchFunction():
-                made = layer.shortcut(count, reader.operands, out)
-            if made is not None:
-                at.calls[key] = made
-        return out
 
 
 class Once:
@@ -130,6 +53,7 @@ class Once:
 
     def __init__(self, model: nn.Module) -> None:
         self.repeated = repeated_modules(model)
+        self.called: set[int] = set()
         self.names = {id(module): name for name, module in model.named_modules()}
         self.roots: dict[tuple[type, torch.device], Root] = {}
         self.events = fx.Graph()
@@ -137,40 +61,56 @@ class Once:
         self.traces: list[LayerTrace] = []
         self.layer: Layer | None = None
         self.tracer: Any = None
-        self.asked: str | None = None
-        """What a layer asked of a tensor that its looks do not tell."""
+        self.questions = Questions()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, exports share what their layers have in common."""
         tracer, mode = proxy_tensor._ModuleStackTracer, proxy_tensor.ProxyTorchDispatchMode
-        with (
-            mock.patch.object(tracer, "call_module", self._calls(tracer.call_module)),
-            mock.patch.object(tracer, "create_node", self._nodes(tracer.create_node)),
-            mock.patch.object(mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
+        patches: list[Patch] = [
+            (tracer, "call_module", self._calls(tracer.call_module)),
+            (tracer, "create_node", self._nodes(tracer.create_node)),
+            (mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
             # Code of graphs that are read, not run: a twentieth of the time.
-            mock.patch.object(fx.GraphModule, "recompile"),
-        ):
+            (fx.GraphModule, "recompile", lambda graph: None),
+        ]
+        with patched(patches):
             yield
+
+    def repeats(self, module: nn.Module) -> bool:
+        """Whether the module looks like others, or was called before and holds none that do."""
+        if id(module) in self.called and not any(id(m) in self.repeated for m in module.modules()):
+            self.repeated.add(id(module))
+        elif id(module) in self.names and next(module.children(), None) is not None:
+            self.called.add(id(module))
+        return id(module) in self.repeated
+
+    def of(self, tracer: Any) -> Layer | None:
+        """The layer that runs, if ``tracer`` is not another trace's within the export's."""
+        return self.layer if self.layer is not None and self.layer.tracer is tracer else None
 
     # --- what torch.export calls ---
 
     def _calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call_module(tracer: Any, module: nn.Module, *rest: Any) -> Any:
+            if self.tracer is None:  # the whole model: outside of it nobody asks
+                self.tracer = tracer
+                with Elsewhere(self.questions):
+                    return original(tracer, module, *rest)
             known = module
             if isinstance(module, proxy_tensor._AttrProxy):
                 known = tracer.proxy_modules[module]
-            repeats = self.layer is None and id(known) in self.repeated
-            if not repeats or _modes_of_others():
+            within = self.layer is not None or tracer is not self.tracer
+            if within or not self.repeats(known) or _modes_of_others():
                 return original(tracer, module, *rest)
             kind = type(known)
             begin = kind, torch.get_default_device()
             trace = LayerTrace(self.names[id(known)], kind.__name__)
-            self.tracer = tracer
-            self.layer = Layer(trace, tracer, self.roots.setdefault(begin, Root()))
+            root = self.roots.setdefault(begin, Root())
+            self.layer = Layer(trace, tracer, root, self.questions.handed)
             self.traces.append(trace)
             try:
-                with _Functions(self, self.layer):
+                with Functions(self.questions, self.layer):
                     result = original(tracer, module, *rest)
                 self.stop_following()
                 return result
@@ -181,7 +121,9 @@ class Once:
 
     def _nodes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            layer = self.layer
+            layer = self.of(tracer)
+            if args[1] in REGIONS and not (layer is not None and layer.busy):
+                return self.region(layer, tracer, original, *args[:3])
             if layer is not None and not layer.busy:
                 target = getattr(args[1], "__name__", str(args[1]))
                 self.stop_following(f"{target} is no op on tensors")
@@ -195,7 +137,7 @@ class Once:
         def dispatch(
             mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            layer = self.layer
+            layer = self.of(mode.tracer)
             if layer is None or layer.busy or func is torch.ops.prim.device.default:
                 return original(mode, func, types, args, kwargs)
 
@@ -211,7 +153,34 @@ class Once:
 
         return dispatch
 
-    # --- an op of a layer ---
+    # --- what a layer calls ---
+
+    def region(
+        self,
+        layer: Layer | None,
+        tracer: Any,
+        original: Callable[..., fx.Node],
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+    ) -> fx.Node:
+        """A region begins or ends: the node of it, which what is followed has already."""
+        # The end is given the node of the beginning, which may be one of the events'.
+        plain = tuple(x for x in args if not isinstance(x, fx.Node))
+        if layer is not None and (layer.following or layer.recording):
+            layer.trace.ops += 1
+            key = target, plain, state(), place()
+            if layer.following:
+                if (event := layer.at.next.get(key)) is not None:
+                    layer.follow(event, ())
+                    return event.node
+                self.stop_following(self.difference(layer, target.__name__))
+            if layer.recording:
+                layer.enter(self.events, key, target, plain)
+        own = tuple(
+            None if isinstance(x, fx.Node) and x.graph is not tracer.graph else x for x in args
+        )
+        return original(tracer, kind, target, own, {})
 
     def op(
         self, layer: Layer, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]
@@ -229,19 +198,19 @@ class Once:
         if layer.following:
             if (event := layer.at.next.get(whole)) is not None:
                 return layer.follow(event, reader.operands)
-            self.stop_following(self.difference(layer, func))
+            self.stop_following(self.difference(layer, op_name(func)))
         if not layer.recording:
             return run()
-        return layer.record(self.events, whole, reader.operands, run)
+        return layer.record(self.events, whole, reader, run)
 
-    def difference(self, layer: Layer, func: Any) -> str | None:
-        """Why an op is not among those that may come next."""
+    def difference(self, layer: Layer, name: str) -> str | None:
+        """Why the op of that name is not among those that may come next."""
         if not layer.at.next:
-            return None if isinstance(layer.at, Root) else f"{op_name(func)} comes after all ops"
+            return None if isinstance(layer.at, Root) else f"{name} comes after all ops"
         known = next(iter(layer.at.next.values()))
         layer.trace.like = layer.trace.like or known.layer
         at = f" at {Source(*lines[-1])}" if (lines := place()) else ""
-        return f"{op_name(func)}{at} is not as in {known.layer}"
+        return f"{name}{at} is not as in {known.layer}"
 
     # --- the end of a run ---
 
@@ -266,33 +235,29 @@ class Once:
             run = self.tracer.create_proxy("call_function", RUN, (inputs, number), {}, name="run")
             run.node.meta["val"] = None
             self.runs[number] = tuple(layer.steps)
+            constant = layer.constants()
             for n, value in layer.alive():
-                self.track(value, run, n)
+                self.track(value, run, n, constant(value))
         layer.busy = False
 
     def proxy_of(self, value: Tensor) -> Any:
         slot = self.tracer.tensor_tracker.get(value)
         return value if slot is None else slot.proxy
 
-    def track(self, value: Tensor, run: Any, number: int) -> None:
+    def track(self, value: Tensor, run: Any, number: int, constant: Tensor | None) -> None:
         made = self.tracer.tensor_tracker.get(value) is None
         if made and value.requires_grad and value.is_leaf:
             _leave_leaves(value)
         name = f"run_{number}"
         args = (run, number)
         item = self.tracer.create_proxy("call_function", operator.getitem, args, {}, name=name)
-        proxy_tensor.track_tensor_tree(value, item, constant=None, tracer=self.tracer)
+        proxy_tensor.track_tensor_tree(value, item, constant=constant, tracer=self.tracer)
 
 
 def _modes_of_others() -> bool:
     """Whether a mode is on that is not torch's: it may count how often it is asked."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    return not all(type(mode).__module__.startswith("torch.") for mode in modes)
-
-
-def _name(func: Any) -> str:
-    owner = getattr(func, "__self__", None)
-    return f"Tensor.{getattr(owner, '__name__', None) or func.__name__}"
+    return not all(type(m).__module__.startswith("torch.") or type(m) is Elsewhere for m in modes)
 
 
 def _leave_leaves(value: Tensor) -> None:

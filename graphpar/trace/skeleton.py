@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from graphpar.errors import TraceError
+
+_PLAIN = (dict, OrderedDict, set, list)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -23,6 +26,8 @@ def skeleton(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
+        # A module has a dozen containers for hooks: making empty ones is most of the time else.
+        memo |= {id(v): type(v)() for v in vars(module).values() if type(v) in _PLAIN and not v}
         for tensor in _tensors(vars(module)):
             if id(tensor) not in memo:
                 hollow = isinstance(tensor, nn.Parameter) or tensor.requires_grad

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch.distributed._composable import checkpoint_activation
 from torch.export import _trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.proxy import TracerBase
@@ -29,6 +29,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
 from graphpar.trace.functions import FunctionRefused, apply_replaced, call_as_op
+from graphpar.trace.patches import Patch, here, patched
 from graphpar.trace.where import trace_error, user_frame, user_line
 
 _SHAPES_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -37,15 +38,13 @@ _HOOK = "a gradient hook on a tensor inside the forward would be lost; hook para
 _GRADIENT = "a gradient is computed inside the forward, which graphpar cannot trace"
 _SEED = "the random number generator is seeded inside the forward, which would be lost"
 
-Patch = tuple[Any, str, Any]
-
 
 def _refused(owner: Any, name: str, message: str) -> Patch:
-    """``owner.name`` raises, unless torch or the tracer calls it."""
+    """``owner.name`` raises, unless torch or the tracer calls it; to be :func:`patched`."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_code.co_filename.startswith(_OWN_ROOTS):
+        if sys._getframe(2).f_code.co_filename.startswith(_OWN_ROOTS):
             return original(*args, **kwargs)
         raise trace_error(message, user_line(traceback.extract_stack()))
 
@@ -65,13 +64,12 @@ class _Watch:
         return trace_error(message, user_line(traceback.extract_stack()))
 
     def checkpointing(self) -> list[Patch]:
-        generator = checkpoint._checkpoint_without_reentrant_generator
-
-        def without_reentrant(*args: Any, **kwargs: Any) -> Any:
+        def nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
             self.checkpoint_dropped()
-            return generator(*args, **kwargs)
+            yield
 
-        return [(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant)]
+        name = "_checkpoint_without_reentrant_generator"
+        return [(owner, name, nothing_around) for owner in (checkpoint, checkpoint_activation)]
 
     def checkpoint_dropped(self) -> None:
         self.say("the model's activation checkpointing is dropped: graphpar chooses its own")
@@ -205,10 +203,8 @@ def watched(model: nn.Module, notice: Callable[[str], None]) -> Iterator[None]:
     _SHAPES_LOG.setLevel(logging.ERROR)
     try:
         with ExitStack() as stack:
-            for owner, name, value in patches:
-                create = not hasattr(owner, name)
-                stack.enter_context(mock.patch.object(owner, name, value, create=create))
-            stack.enter_context(apply_replaced(watch.function))
+            stack.enter_context(patched(patches))
+            stack.enter_context(apply_replaced(lambda apply: here(apply, watch.function(apply))))
             stack.enter_context(watch.random_numbers())
             yield
     finally:

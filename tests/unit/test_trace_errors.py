@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import (
+    checkpoint as composable_checkpoint,
+)
 from torch.utils.checkpoint import checkpoint
 
 from graphpar.errors import GraphparWarning, InputError, TraceError
@@ -166,6 +169,14 @@ def test_checkpointing_is_dropped_with_a_warning(reentrant: bool) -> None:
     x = x_()
     call(program, model, x).sum().backward()
     assert model.a.bias.grad is not None
+
+
+def test_composable_checkpointing_is_seen() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    composable_checkpoint(model[0])
+    with pytest.warns(GraphparWarning, match="activation checkpointing"):
+        program = trace(model, (x_(),))
+    assert targets(program) == ["aten.linear.default"] * 2
 
 
 def test_transformers_checkpointing_is_seen() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import GPT2Config, GPT2Model
 
 import graphpar
 from graphpar.errors import InputError
@@ -121,6 +122,13 @@ class Collects(Stack):
         return x, found, cache
 
 
+@pytest.mark.parametrize(("scaled", "count"), [(True, 0), (False, 2)])
+def test_gpt2_whose_attention_is_scaled_by_layer(scaled: bool, count: int) -> None:
+    sizes = {"n_layer": 3, "n_embd": 8, "n_head": 2, "n_positions": 8, "vocab_size": 16}
+    config = GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=scaled, use_cache=False)
+    assert len(check(GPT2Model(config), torch.zeros(1, 4, dtype=torch.long)).folded) == count
+
+
 def test_structures_of_results_and_caches() -> None:
     assert names(check(Collects(Outputs))) == ["layers.2", "layers.3"]
     assert names(check(Collects(Caches))) == ["layers.2", "layers.3"]
@@ -198,6 +206,78 @@ def test_one_layer_called_again_and_shared_under_two_names() -> None:
             return x
 
     assert len(names(check(Again()))) == 7
+
+
+def test_one_layer_called_again_and_again() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.layer = nn.Sequential(Layer(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for _ in range(5):
+                x = self.layer(x)
+            return x
+
+    report = check(Again())
+    assert [each.folded for each in report.layers] == [False, True, True, True]
+
+
+def test_one_stack_called_again() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = Stack()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.stack(self.stack(x))
+
+    assert len(names(check(Again()))) == 7
+
+
+def test_layers_made_in_the_forward() -> None:
+    class Makes(Stack):
+        def forward(self, x: Tensor) -> Any:
+            for _ in range(3):
+                x = nn.Sequential(nn.Tanh(), nn.Sigmoid())(x)
+            return super().forward(x)
+
+    assert names(check(Makes())) == ALL
+
+
+def test_questions_outside_of_layers() -> None:
+    class Views(Layer):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).transpose(0, 1).transpose(0, 1)
+
+    class Asks(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                x = x * 2 if x._is_view() else x * 3
+            return x
+
+    assert "the model asks for Tensor._is_view" in str(check(Asks(Views)).flat)
+
+
+def test_a_function_of_its_own_in_every_layer() -> None:
+    class Own(torch.autograd.Function):  # never traced before
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.sign(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Signs(Layer):
+        def change(self, x: Tensor) -> Any:
+            return Own.apply(x)  # type: ignore[no-untyped-call]
+
+    report = trace(Stack(Signs), (torch.zeros(2, TOKENS, WIDTH),)).report["trace"]
+    assert names(report) == ALL
 
 
 def test_library_layers_called_from_several_lines() -> None:

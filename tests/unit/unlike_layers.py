@@ -91,6 +91,52 @@ class Made(Layer):
         return x * torch.tensor(float(self.index))
 
 
+class MadeAlike(Layer):
+    def change(self, x: Tensor) -> Any:
+        return x * torch.tensor(1.0 + self.index // 2) * (torch.tensor([2.0]) + 1)
+
+
+class MadeOfSeveral(Layer):
+    def change(self, x: Tensor) -> Any:
+        return x[..., :2] @ torch.tensor([[1.0 + self.index] * WIDTH, [2.0] * WIDTH])
+
+
+class MadeAndRead(Layer):
+    """Python goes by the value of a tensor."""
+
+    def change(self, x: Tensor) -> Any:
+        scale = torch.tensor(1.0 + self.index // 2)
+        return torch.tanh(x) * float(scale) if scale > 1 else x * float(scale)
+
+
+class MadeAndReadLater(Layer):
+    """The value is read after what the layers have in common."""
+
+    def change(self, x: Tensor) -> Any:
+        scale = torch.tensor(3.0)
+        x = torch.tanh(x) if self.index == 2 else torch.sin(x)
+        return x * int(scale * 2)
+
+
+class MadeAndWritten(Layer):
+    def change(self, x: Tensor) -> Any:
+        scale = torch.tensor(1.0)
+        same = scale.view(1)
+        scale += self.index
+        return x * same * float(scale)
+
+
+class ReadsWritten(Layer):
+    """A constant that is no longer one when it is read, but for the one that it was copied to."""
+
+    def change(self, x: Tensor) -> Any:
+        scale = torch.tensor(2.0 + self.index // 2)
+        kept = scale.clone()
+        same = scale.view(1)
+        scale += 0
+        return x * same * int(kept) * (scale + float(kept))
+
+
 class Closure(Layer):
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -136,6 +182,16 @@ class GlobalParity(Layer):
     def change(self, x: Tensor) -> Any:
         Inner.count += 1
         return torch.sin(x) if Inner.count % 2 else torch.cos(x)
+
+
+class OwnCounter(Layer):
+    """A number that the layer increments."""
+
+    calls = 0
+
+    def change(self, x: Tensor) -> Any:
+        self.calls += 1
+        return x * self.calls
 
 
 class SharedList(Layer):
@@ -213,6 +269,68 @@ class Autocast(Layer):
             return (x @ x.transpose(-1, -2) @ x).float()
 
 
+class NoGradAtTimes(Layer):
+    def change(self, x: Tensor) -> Any:
+        with torch.set_grad_enabled(self.index % 2 == 0):
+            scale = x.abs().mean()
+        return x / scale
+
+
+class UnlikeInNoGrad(Layer):
+    def change(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            scale = x.abs()
+            scale = torch.tanh(scale) if self.index == 2 else torch.sin(scale)
+            scale = scale.mean()
+        return x / scale
+
+
+class LeavesGradOff(Layer):
+    """Which the next layer finds so."""
+
+    def change(self, x: Tensor) -> Any:
+        y = x * 2
+        torch.set_grad_enabled(self.index != 1)
+        return y + x.tanh()
+
+
+class Precisions(Layer):
+    def change(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", (torch.bfloat16, torch.float16)[self.index // 2]):
+            return (x @ x.transpose(-1, -2) @ x).float()
+
+
+class AutocastAtTimes(Layer):
+    def change(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.index != 1):
+            return (x @ x.transpose(-1, -2) @ x).float()
+
+
+class UnlikeInAutocast(Layer):
+    def change(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x.transpose(-1, -2)
+            y = torch.tanh(y) if self.index == 2 else torch.sin(y)
+            with torch.autocast("cpu", enabled=False):
+                z = y.float() @ x.float()
+            return (y @ x).float() + z
+
+
+class AutocastAcross(Layer):
+    """Begins in one layer, ends in the next."""
+
+    region: list[Any] = []  # noqa: RUF012 - shared by all, as is the point
+
+    def change(self, x: Tensor) -> Any:
+        y = (x @ x.transpose(-1, -2)).float()
+        if self.region:
+            self.region.pop().__exit__(None, None, None)
+        else:
+            self.region.append(torch.autocast("cpu", torch.bfloat16))
+            self.region[0].__enter__()
+        return (y @ x.float()).float()
+
+
 class Detached(Layer):
     def change(self, x: Tensor) -> Any:
         return x + torch.tanh(x).detach()
@@ -265,6 +383,24 @@ class AsksInVain(Layer):
         return x * 2 if shared else x * 3
 
 
+class AsksOfParameters(Layer):
+    """What they can tell; no op stands behind them."""
+
+    def change(self, x: Tensor) -> Any:
+        return x * 2 if self.up.weight.is_leaf and self.up.weight.grad_fn is None else x * 3
+
+
+class ChangesFlagFirst(Layer):
+    """Of a tensor that the later layers do not change."""
+
+    def change(self, x: Tensor) -> Any:
+        y = torch.zeros_like(x)
+        if self.index == 0:
+            y.requires_grad_()
+        z = y * 2
+        return x + (z.cos() if z.requires_grad else z.sin())
+
+
 class ChangesFlag(Layer):
     def change(self, x: Tensor) -> Any:
         y = torch.zeros_like(x)
@@ -298,11 +434,18 @@ KINDS: list[tuple[type[Layer], list[str]]] = [
     (Buffer, ALL),
     (PlainTensor, ALL),
     (Made, NONE),
+    (MadeAlike, ["layers.1", "layers.3"]),
+    (MadeOfSeveral, ALL),
+    (MadeAndRead, ["layers.1", "layers.3"]),
+    (MadeAndReadLater, ["layers.1", "layers.3"]),
+    (ReadsWritten, ["layers.1", "layers.3"]),
+    (MadeAndWritten, NONE),
     (Closure, NONE),
     (TensorClosure, ALL),
     (Property, ["layers.1", "layers.3"]),
     (ClassCounter, NONE),
     (GlobalParity, ["layers.2", "layers.3"]),
+    (OwnCounter, ALL),
     (SharedList, NONE),
     (Remembered, ["layers.2", "layers.3"]),
     (BranchOnLine, ["layers.1", "layers.3"]),
@@ -310,8 +453,15 @@ KINDS: list[tuple[type[Layer], list[str]]] = [
     (InPlace, ALL),
     (WritesInput, ["layers.2", "layers.3"]),
     (Counter, ALL),
-    (NoGrad, NONE),
-    (Autocast, NONE),
+    (NoGrad, ALL),
+    (NoGradAtTimes, ["layers.2", "layers.3"]),
+    (UnlikeInNoGrad, ["layers.1", "layers.3"]),
+    (LeavesGradOff, ["layers.3"]),
+    (Autocast, ALL),
+    (Precisions, ["layers.1", "layers.3"]),
+    (AutocastAtTimes, ["layers.2", "layers.3"]),
+    (UnlikeInAutocast, ["layers.1", "layers.3"]),
+    (AutocastAcross, ["layers.2", "layers.3"]),
     (Detached, ALL),
     (Several, ALL),
     (PartlyTheSame, ["layers.1", "layers.3"]),
@@ -319,6 +469,8 @@ KINDS: list[tuple[type[Layer], list[str]]] = [
     (Attention, ALL),
     (AsksOfMemory, NONE),
     (AsksInVain, NONE),
+    (AsksOfParameters, ALL),
+    (ChangesFlagFirst, NONE),
     (ChangesFlag, NONE),
     (StraightThrough, ALL),
 ]
