@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from graphpar.ops.recompute import results_of
+
 aten = torch.ops.aten
 _COLLECTIVES = {
     "all_reduce": "all_reduce",
@@ -72,12 +74,15 @@ class KernelRecorder(TorchDispatchMode):
     """Appends a :class:`Kernel` to ``kernels`` for every op that computes or communicates.
 
     Views and allocations are none. FLOPs are those of torch's FlopCounterMode. A lookup reads the
-    rows that it returns, not the table.
+    rows that it returns, not the table. ``results``, if it is to keep them, are the tensors that
+    all ops but views give.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_results: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
+        self.keep_results = keep_results
+        self.results: list[Tensor] = []
         self._pending: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -89,6 +94,8 @@ class KernelRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = call(func, args, kwargs)
+        if self.keep_results:
+            self.results += results_of(func, result)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._wait(args[0])
         kernel = kernel_of(func, args, kwargs, result)
