@@ -27,6 +27,8 @@ _COLLECTIVES = {
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "set_"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 TILE = 256, 128
+_DRAWS = {"bernoulli", "bernoulli_", "native_dropout", "rand", "rand_like", "randn", "randn_like"}
+_DRAWS |= {"dropout_mask", "dropout_bits", "uniform_", "normal_", "exponential_"}
 _LOOKUPS = {"embedding", "index_select", "gather", "index", "take"}
 
 
@@ -45,9 +47,10 @@ class Kernel:
     """One kernel on one rank, or one collective.
 
     ``bytes_moved`` is what it reads and writes of memory, ``tiles`` how many a matrix product's
-    result consists of. A collective has its name, the number of
-    ``ranks``, their distance (``stride``), the bytes of the whole tensor, and how many of the
-    kernels that follow run before it is waited for (``overlaps``).
+    result consists of. ``draws`` are the numbers that it takes from the device's generator, and
+    ``masks`` those that it makes of a counter (:mod:`graphpar.ops.philox`). A collective has its
+    name, the number of ``ranks``, their distance (``stride``), the bytes of the whole tensor, and
+    how many of the kernels that follow run before it is waited for (``overlaps``).
     """
 
     op: str
@@ -55,6 +58,8 @@ class Kernel:
     flops: int = 0
     bytes_moved: int = 0
     tiles: int = 0
+    draws: int = 0
+    masks: int = 0
     collective: str = ""
     ranks: int = 1
     stride: int = 1
@@ -177,7 +182,15 @@ def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     dtype = next((x.dtype for x in given if x.is_floating_point()), made[0].dtype)
     tiles = _tiles(made[0]) if name in _PRODUCTS else 0
-    return Kernel(op=label, dtype=dtype, flops=flops, bytes_moved=read + written, tiles=tiles)
+    return Kernel(
+        op=label,
+        dtype=dtype,
+        flops=flops,
+        bytes_moved=read + written,
+        tiles=tiles,
+        draws=made[0].numel() if name in _DRAWS else 0,
+        masks=made[0].numel() if label == "graphpar.dropout_part" else 0,
+    )
 
 
 def _tiles(product: Tensor) -> int:
