@@ -40,7 +40,8 @@ aten = torch.ops.aten
 inf, nan = float("inf"), float("nan")
 """
 
-_GLOBALS = {"aten", "device", "forward", "inf", "local", "nan", "ops", "run", "self", "torch", "tp"}
+_GLOBALS = {"aten", "device", "forward", "inf", "local", "nan", "ops", "self", "torch", "tp"}
+_GLOBALS |= {"run", "hold"}  # in regions
 
 _SHORT = {
     "float": "f",
@@ -133,11 +134,12 @@ def _region(
     """A function that backward calls again, and its call."""
     results = [n.name for n in region_results(nodes)]
     given = {*region.kept, *region.passed, *results}
+    ways = ["run", "hold"] if any(info(n).held for n in nodes) else ["run"]
     ended = [n.name for node in nodes for n in last.get(node, ())]
     inner = {node: [n for n in last.get(node, ()) if n.name not in given] for node in nodes}
     name = f"region_{region.number}"
     entries = _locals(program, (*region.kept, *region.passed))
-    yield f"    def {name}({f'run, {entries}' if entries else 'run'}):"
+    yield f"    def {name}({', '.join(filter(None, (*ways, entries)))}):"
     yield from (f"        {line}" for line in _body(program, nodes, inner, rank)[0])
     yield f"        return [{_locals(program, results)}]"
     arguments = [name, f"[{_locals(program, region.kept)}]"]
@@ -145,6 +147,8 @@ def _region(
         arguments.append(f"[{_locals(program, region.passed)}]")
     if region.random:
         arguments.append("random=True")
+    if "hold" in ways:
+        arguments.append("holds=True")
     call = f"ops.recompute({', '.join(arguments)})"
     yield f"    {_locals(program, results)}, = {call}" if results else f"    {call}"
     ended = [n for n in ended if n in given]
@@ -187,6 +191,8 @@ def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
         shown = [*shown[:place], MESH_DIM, *after]
     shown += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
     target = target_name(node.target)
+    if info(node).held:
+        return f"{name} = hold({', '.join([repr(info(node).held), target, *shown])})"
     if info(node).region is not None and not info(node).replay:
         return f"{name} = run({', '.join([target, *shown])})"
     return f"{name} = {target}({', '.join(shown)})"
@@ -249,6 +255,8 @@ def described(program: Program, node: fx.Node) -> str:
     origin = "" if info(node).origin in ("trace", "outline") else f"  {info(node).origin}"
     if info(node).replay:
         origin += "  again in backward"
+    if info(node).held:
+        origin += "  held for backward"
     if isinstance(spec, tuple):
         kinds = kind if isinstance(kind, tuple) else (None,) * len(spec)
         each = [_tensor(program, s, k) for s, k in zip(spec, kinds, strict=True)]

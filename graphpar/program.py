@@ -117,7 +117,8 @@ class Info:
     annotate-partitions and met by insert-collectives. ``whole_call`` are the arguments of the op
     on the whole tensors, where localize changed them. ``replay`` says that backward runs the node
     again, decided by choose-recompute; apply-recompute puts it in a ``region``, with the nodes
-    that autograd would keep its results for.
+    that autograd would keep its results for. ``held`` are those of the tensors that its kernels
+    make, numbered in order, that are kept for its region's second run, which makes the others.
     """
 
     spec: Spec
@@ -130,6 +131,7 @@ class Info:
     whole_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     replay: bool = False
     region: Region | None = None
+    held: tuple[int, ...] = ()
 
 
 def info(node: fx.Node) -> Info:
@@ -186,7 +188,7 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-_NEW = {"whole_call": None, "replay": False, "region": None}
+_NEW = {"whole_call": None, "replay": False, "region": None, "held": ()}
 
 
 def derive(
@@ -356,7 +358,8 @@ def program_hash(program: Program) -> str:
         digest.update(f"graph {name}".encode())
         for node in graph.nodes:
             row = f"{node.op} {node.target} {node.args} {node.kwargs} {info(node).type}"
-            digest.update(f"{row} {info(node).replay} {info(node).region}".encode())
+            again = info(node).replay, info(node).region, info(node).held
+            digest.update(f"{row} {again}".encode())
     for name, state in program.state.items():
         digest.update(f"{name} {state.names} {state.kind} {state.spec} {state.type}".encode())
     for name, value in program.constants.items():

@@ -150,6 +150,7 @@ def _part(
         type=kind,
         replay=info(node).replay,
         region=info(node).region,
+        held=info(node).held,
     )
 
 

@@ -10,16 +10,17 @@ from functools import partial
 import torch
 
 from graphpar.cost.hardware import Hardware, Link, WireProtocol
+from graphpar.ops.philox import keep_mask
 
 
 def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
-    """Measure matrix products, copies and the cost of a small op, in about ``seconds``.
+    """Measure matrix products, copies, random numbers and a small op, in about ``seconds``.
 
     Each figure is the best of the runs that fit in its share of the time. Links are taken to be
     copies through memory, one after the other.
     """
     n = 384
-    share = seconds / 5
+    share = seconds / 7
     rates = {}
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         a = torch.ones(n, n, dtype=dtype)
@@ -27,6 +28,11 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
     rates[torch.float16] = rates[torch.bfloat16]
     source, target = torch.ones(2**22), torch.empty(2**22)
     bandwidth = 2 * source.nbytes / _best_us(partial(target.copy_, source), share)
+    numbers = torch.empty(2**19)
+    of_generator = partial(numbers.bernoulli_, generator=torch.Generator())
+    draws = numbers.numel() / _best_us(lambda: of_generator(0.9), share)
+    of_counter = partial(keep_mask, numbers.shape, 0.9, 1, (0, 0), numbers.device)
+    masks = numbers.numel() / _best_us(of_counter, share)
     one = torch.ones(1)
     launch_us = _best_us(partial(one.add_, 1), share)
     wire = WireProtocol(start_us=100.0, step_us=20.0, share=1.0)
@@ -40,6 +46,8 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
         memory_bytes_per_us=bandwidth,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         launch_us=launch_us,
+        draws_per_us=draws,
+        masks_per_us=masks,
         nvlink=link,
         network=link,
         sources={
@@ -48,6 +56,8 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
             "memory_bytes_per_us": f"{measured}; a copy of {source.nbytes} bytes",
             "memory_bytes": "the machine's physical memory",
             "launch_us": f"{measured}; an addition to one number",
+            "draws_per_us": f"{measured}; bernoulli_ of {numbers.numel()} numbers",
+            "masks_per_us": f"{measured}; a mask of {numbers.numel()} numbers",
             "multiprocessors": "not modelled: the measured rates are of whole products",
             "nvlink": assumed,
             "network": assumed,

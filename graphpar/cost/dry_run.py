@@ -58,9 +58,11 @@ class Step:
     """One node's run. Numbers are keys of :attr:`GraphRun.storages`.
 
     ``reads`` are the storages of its arguments, ``results`` those of its results and ``saves``
-    those that autograd keeps for it, in order. ``identity``: it gives the very tensor that it
-    got. ``until_saved`` is how many of its kernels run before autograd has the last tensor that it
-    saves (-1: it saves none). ``backward`` are the kernels of its backward, if they were asked for.
+    those that autograd keeps for it, in order. ``made`` are those of the tensors that its kernels
+    give, in order (``None``: of nothing that is read or kept). ``identity``: it gives the very
+    tensor that it got. ``until_saved`` is how many of its kernels run before autograd has the last
+    tensor that it saves (-1: it saves none). ``backward`` are the kernels of its backward, if they
+    were asked for.
     ``inner_bytes`` is what a called block keeps beside its arguments and results.
     """
 
@@ -69,6 +71,7 @@ class Step:
     reads: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     saves: tuple[int, ...] = ()
+    made: tuple[int | None, ...] = ()
     identity: bool = False
     until_saved: int = -1
     backward: tuple[Kernel, ...] = ()
@@ -216,6 +219,9 @@ class _Storages:
             )
         return self._numbers[address]
 
+    def known(self, x: Tensor) -> int | None:
+        return self._numbers.get(x.untyped_storage()._cdata)
+
 
 class _Runner:
     def __init__(self, program: Program, group: str, backward: bool) -> None:
@@ -225,6 +231,7 @@ class _Runner:
         self._resident: dict[int, Any] = {}
         self._blocks: dict[Hashable, tuple[GraphRun, list[Any]]] = {}
         self._used = WeakIdKeyDictionary()
+        self._held: list[_Kept] = []  # to the end
         self._leading = leading_to(loss_values(program.graph)) if backward else set()
 
     def tensor(self, node: fx.Node, trained: Collection[str] | None) -> Any:
@@ -267,7 +274,7 @@ class _Runner:
                 if region is not None and region not in kept:
                     values = [env[named[name]] for name in region.kept]
                     kept[region] = [_Kept(x, storages.number(x)) for x in _tensors(values)]
-                    held = [weakref.ref(each) for each in kept[region]]
+                    held += [weakref.ref(each) for each in kept[region]]
                 steps.append((step, held))
         values = [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
         env.clear()  # what no output leads to is not kept
@@ -301,17 +308,26 @@ class _Runner:
 
         target: Any = node.target
         args = tuple(self.group if isinstance(a, str) and a == MESH_DIM else a for a in args)
-        recorder = KernelRecorder()
+        recorder = KernelRecorder(keep_results=True)
         with recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             env[node] = target(*args, **kwargs)
         back: tuple[Kernel, ...] = ()
         if self.backward and (node.graph is not self.program.graph or node in self._leading):
             back = backward_kernels(target, args, kwargs, self._used)
+        results = tuple(storages.number(x, node) for x in _tensors(env[node]))
+        for place in info(node).held:
+            x = recorder.results[place]
+            held = _Kept(x, storages.number(x, node))
+            self._held.append(held)
+            kept.append(weakref.ref(held))
+        made = tuple(map(storages.known, recorder.results))
+        recorder.results.clear()  # what autograd keeps holds the recorder
         step = Step(
             node=node,
             kernels=tuple(recorder.kernels),
             reads=reads,
-            results=tuple(storages.number(x, node) for x in _tensors(env[node])),
+            results=results,
+            made=made,
             identity=any(env[node] is x for x in _tensors((args, kwargs))),
             until_saved=until_saved,
             backward=back,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch
 from graphpar.errors import InputError
 
 MIB = 2**20
+MASK_BYTES = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class Hardware:
     ``flops_per_us`` is the peak rate of dense matrix products by dtype, ``matmul_share`` the share
     of it that the best products reach, ``launch_us`` the least time between two kernels.
     ``multiprocessors`` work on tiles of a product at once (0: it is not cut into tiles).
+    ``draws_per_us`` are numbers from the device's generator, ``masks_per_us`` those of a counter
+    that :func:`graphpar.ops.seeded_dropout` makes, beside the traffic of the op itself.
     ``sources`` says for every field where its figure comes from.
     """
 
@@ -48,6 +52,8 @@ class Hardware:
     nvlink: Link
     network: Link
     multiprocessors: int = 0
+    draws_per_us: float = math.inf
+    masks_per_us: float = math.inf
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_rate(self, dtype: torch.dtype) -> float:
@@ -106,6 +112,7 @@ def _gpu(
         memory_bytes=mib * MIB,
         launch_us=4.0,
         multiprocessors=multiprocessors,
+        masks_per_us=tb_per_s * 1e6 / MASK_BYTES,
         nvlink=_link(nvlink_gb_per_s, _NVLINK_STEPS_US),
         network=_link(network_gb_per_s, _NETWORK_STEPS_US),
         sources={
@@ -116,6 +123,9 @@ def _gpu(
             "launch_us": _LAUNCH,
             "multiprocessors": f"{sheet}; tiles of 256 x 128 in waves: NVIDIA, Matrix "
             "Multiplication Background User's Guide, sections 2.3 and 3.2",
+            "draws_per_us": "not modelled: a fused kernel draws while it waits for memory",
+            "masks_per_us": f"{sheet}; {MASK_BYTES} bytes of traffic for each, since PyTorch's ops "
+            "read and write every step of Philox",
             "nvlink": f"{sheet}, half of the sum of both directions, at the 80% that nccl-tests "
             f"reach on eight A100 (about 240 of 300 GB/s); {_NCCL}",
             "network": f"{system}, one adapter per GPU; {_NCCL}",

@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from graphpar.ops.recompute import results_of
+
 aten = torch.ops.aten
 _COLLECTIVES = {
     "all_reduce": "all_reduce",
@@ -25,6 +27,8 @@ _COLLECTIVES = {
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "set_"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 TILE = 256, 128
+_DRAWS = {"bernoulli", "bernoulli_", "native_dropout", "rand", "rand_like", "randn", "randn_like"}
+_DRAWS |= {"dropout_mask", "dropout_bits", "uniform_", "normal_", "exponential_"}
 _LOOKUPS = {"embedding", "index_select", "gather", "index", "take"}
 
 
@@ -43,9 +47,10 @@ class Kernel:
     """One kernel on one rank, or one collective.
 
     ``bytes_moved`` is what it reads and writes of memory, ``tiles`` how many a matrix product's
-    result consists of. A collective has its name, the number of
-    ``ranks``, their distance (``stride``), the bytes of the whole tensor, and how many of the
-    kernels that follow run before it is waited for (``overlaps``).
+    result consists of. ``draws`` are the numbers that it takes from the device's generator, and
+    ``masks`` those that it makes of a counter (:mod:`graphpar.ops.philox`). A collective has its
+    name, the number of ``ranks``, their distance (``stride``), the bytes of the whole tensor, and
+    how many of the kernels that follow run before it is waited for (``overlaps``).
     """
 
     op: str
@@ -53,6 +58,8 @@ class Kernel:
     flops: int = 0
     bytes_moved: int = 0
     tiles: int = 0
+    draws: int = 0
+    masks: int = 0
     collective: str = ""
     ranks: int = 1
     stride: int = 1
@@ -72,12 +79,15 @@ class KernelRecorder(TorchDispatchMode):
     """Appends a :class:`Kernel` to ``kernels`` for every op that computes or communicates.
 
     Views and allocations are none. FLOPs are those of torch's FlopCounterMode. A lookup reads the
-    rows that it returns, not the table.
+    rows that it returns, not the table. ``results``, if it is to keep them, are the tensors that
+    all ops but views give.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_results: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
+        self.keep_results = keep_results
+        self.results: list[Tensor] = []
         self._pending: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -89,6 +99,8 @@ class KernelRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = call(func, args, kwargs)
+        if self.keep_results:
+            self.results += results_of(func, result)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._wait(args[0])
         kernel = kernel_of(func, args, kwargs, result)
@@ -170,7 +182,15 @@ def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     dtype = next((x.dtype for x in given if x.is_floating_point()), made[0].dtype)
     tiles = _tiles(made[0]) if name in _PRODUCTS else 0
-    return Kernel(op=label, dtype=dtype, flops=flops, bytes_moved=read + written, tiles=tiles)
+    return Kernel(
+        op=label,
+        dtype=dtype,
+        flops=flops,
+        bytes_moved=read + written,
+        tiles=tiles,
+        draws=made[0].numel() if name in _DRAWS else 0,
+        masks=made[0].numel() if label == "graphpar.dropout_part" else 0,
+    )
 
 
 def _tiles(product: Tensor) -> int:

@@ -47,7 +47,8 @@ def elapsed_us(times: Times, kernels: Iterable[Kernel]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The greater of arithmetic and memory traffic, at least a launch (Williams et al. 2009).
+    """The greater of arithmetic and memory traffic, at least a launch (Williams et al. 2009), and
+    what random numbers take beside.
 
     A collective runs over NVLink where its ranks are within ``node_ranks``, else over the network.
     """
@@ -68,7 +69,8 @@ class Roofline:
         rate = device.flops_rate(kernel.dtype) * device.tile_share(kernel.tiles)
         arithmetic = kernel.flops / rate
         traffic = kernel.bytes_moved / device.memory_bytes_per_us
-        return max(arithmetic, traffic, device.launch_us)
+        random = kernel.draws / device.draws_per_us + kernel.masks / device.masks_per_us
+        return max(arithmetic, traffic, device.launch_us) + random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

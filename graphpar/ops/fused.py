@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graphpar.ops.kernels import Finish, all_reduced, start
 from graphpar.ops.table import conversion, gradient
@@ -161,7 +162,7 @@ class _Linears(torch.autograd.Function):
         again: Finish | None = None
         if any(of_weights):
             reuse = kept is not None and not torch.is_grad_enabled()
-            again = (lambda: kept) if reuse else ctx.step.start(x)
+            again = (lambda: kept) if reuse else ctx.step.start(_later(ctx.step, x, grads))
         pending: Finish | None = None
         if of_x:
             pending = ctx.step.start_gradient(_of_input(grads, weights))
@@ -176,6 +177,21 @@ class _Linears(torch.autograd.Function):
             for g, wanted in zip(rows, of_biases, strict=True)
         ]
         return None, None, None if pending is None else pending(), *of_each
+
+
+def _later(step: _Conversion, x: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
+    """``x``; for a compiler a copy that follows from a gradient. It would take a second gather of
+    the same tensor for the first, and keep that between forward and backward."""
+    gathers = step.forward[0] is torch.ops.graphpar.all_gather.default
+    if get_proxy_mode() is None or not gathers or torch.is_grad_enabled():
+        return x
+    anchor = next(g for g in grads if g is not None)
+    return torch.ops.graphpar.copy_after.default(x, anchor)  # type: ignore[no-any-return]
+
+
+def copy_after(x: Tensor, anchor: Tensor) -> Tensor:
+    """A copy of ``x``, not made before ``anchor`` is."""
+    return x.clone()
 
 
 def _rows(x: Tensor) -> Tensor:

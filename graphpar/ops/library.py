@@ -152,6 +152,9 @@ _FUSED = {
 for _name, (_schema, _function) in _FUSED.items():
     _library.define(_schema)
     _library.impl(_name, _function, "CompositeImplicitAutograd")
+_library.define("copy_after(Tensor x, Tensor anchor) -> Tensor")
+_library.impl("copy_after", fused.copy_after, "CompositeExplicitAutograd")
+torch.library.register_fake("graphpar::copy_after", fused.copy_after, lib=_library)
 
 # --- dropout with a seed ------------------------------------------------------------------------
 

@@ -31,18 +31,16 @@ def philox(
 ) -> tuple[Word, Word, Word, Word]:
     """The four random words of a counter; all tensors in it have the same shape.
 
-    A product of two words overflows int64, whose lower and upper half are right all the same.
+    A product of two words overflows int64, whose lower and upper half are right all the same. The
+    second and fourth word carry its upper half along, which :func:`_mixed` drops, to the end.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = _mixed(b, c1, k0), _mixed(a, c3, k1)
-        b &= _MASK
-        a &= _MASK
-        c1, c3 = b, a
+        c0, c2, c1, c3 = _mixed(b, c1, k0), _mixed(a, c3, k1), b, a
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def _mixed(product: Word, word: Word, key: int) -> Word:
@@ -51,6 +49,22 @@ def _mixed(product: Word, word: Word, key: int) -> Word:
     upper ^= key
     upper &= _MASK
     return upper
+
+
+def _below(words: tuple[Word, Word, Word, Word], limit: int) -> Tensor:
+    """[n, 8]: whether half-words are below ``limit``, from 0 to 2**16; arithmetic on 16 bits, since
+    comparisons are slow on the CPU."""
+    first: Tensor = words[0]
+    if not 0 < limit < 2**16:
+        return first.new_full((len(first), _PER_CALL), limit > 0, dtype=torch.bool)
+    packed = first.new_empty(len(first), 4, dtype=torch.int32)
+    for column, word in enumerate(words):
+        packed[:, column] = word
+    halves = packed.view(torch.int16)
+    halves ^= -(2**15)  # the order of numbers without a sign
+    top = limit - 2**15
+    halves.clamp_(top - 1, top).neg_().add_(top)
+    return halves.to(torch.uint8).view(torch.bool)
 
 
 def words_of(seed: int) -> tuple[int, int]:
@@ -119,10 +133,7 @@ def _kept(
             place += start // _PER_CALL
         top = place >> 32 if start + stride * runs + length >= _PER_CALL << 32 else 0
         words = philox((place & _MASK, top, *stream), words_of(seed))
-        limit = round(keep * 2**16)
-        for column, word in enumerate(words):
-            torch.lt(word & 0xFFFF, limit, out=kept[low:high, 2 * column])
-            torch.lt(word, limit << 16, out=kept[low:high, 2 * column + 1])
+        kept[low:high] = _below(words, round(keep * 2**16))
     found = kept.view(runs, -1)
     if period == 1:
         return found.narrow(1, offsets[0], length)

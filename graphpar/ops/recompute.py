@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import traceback
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from graphpar.errors import InternalError
 
 Run = Callable[..., Any]
 """Runs an op: ``run(op, *args, **kwargs)``."""
+
+
+def results_of(func: Any, result: Any) -> list[Tensor]:
+    """What a kernel makes; of a view, nothing."""
+    if func.is_view:
+        return []
+    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
 
 
 def recompute(
@@ -23,6 +37,7 @@ def recompute(
     passed: Sequence[Tensor] = (),
     *,
     random: bool = False,
+    holds: bool = False,
 ) -> Any:
     """``region(run, *kept, *passed)``, of which autograd keeps ``kept`` alone.
 
@@ -30,24 +45,34 @@ def recompute(
     needs (:func:`torch.utils.checkpoint.checkpoint`). It calls the ops whose results it does not
     need through ``run``: they tell autograd what they keep, and compute nothing. They may read
     ``passed``, which is not kept. ``random``: restore the state of the generators.
+
+    ``holds``: the region is called as ``region(run, hold, *kept, *passed)``. The second time
+    ``hold(places, op, *args, **kwargs)`` computes nothing either: of the tensors that the op's
+    kernels make, views left out, those of the numbers ``places`` are kept, beside ``kept``. The op
+    must take the same kernels on the meta device.
+
+    Raises:
+        InternalError: it does not.
     """
     if torch.compiler.is_compiling():  # the compiler finds by itself what is not needed
-        return checkpoint(
-            partial(region, _call), *kept, *passed, use_reentrant=False, preserve_rng_state=random
-        )
-    held = list(passed)
+        return _traced(region, [*kept, *passed], random=random, holds=holds)
+    passed_now = list(passed)
     forms = [_form(x) for x in passed]
+    held = _Held()
     calls = 0
 
     def run(*values: Tensor) -> Any:
         nonlocal calls
         calls += 1
         if calls == 1:
-            return region(_call, *values, *held)
-        return region(_pretend, *values, *(_without_values(form) for form in forms))
+            ways = (_call, held.record) if holds else (_call,)
+            return region(*ways, *values, *passed_now)
+        ways = (_pretend, held.replayer()) if holds else (_pretend,)
+        return region(*ways, *values, *(_without_values(form) for form in forms))
 
     result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=random)
-    held.clear()
+    passed_now.clear()
+    held.keep()
     return result
 
 
@@ -56,8 +81,119 @@ def _call(op: Run, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pretend(op: Run, *args: Any, **kwargs: Any) -> Any:
-    with _Pretend():  # type: ignore[no-untyped-call]
+    with _Pretend():
         return op(*args, **kwargs)
+
+
+# --- under a compiler -----------------------------------------------------------------------------
+
+
+def _traced(
+    region: Callable[..., Any], values: Sequence[Tensor], *, random: bool, holds: bool
+) -> Any:
+    if not holds:
+        run = partial(region, _call)
+        return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=random)
+    return checkpoint(
+        partial(region, _call, _marked),
+        *values,
+        use_reentrant=False,
+        preserve_rng_state=random,
+        context_fn=_contexts,
+    )
+
+
+def _marked(places: tuple[int, ...], op: Run, *args: Any, **kwargs: Any) -> Any:
+    with traceback.annotate({"graphpar_held": True}):
+        return op(*args, **kwargs)
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if traceback.current_meta.get("custom", {}).get("graphpar_held"):
+        return CheckpointPolicy.PREFER_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# --- what is held ---------------------------------------------------------------------------------
+
+
+class _Keep(torch.autograd.Function):
+    """Lets autograd keep tensors, so that its hooks see them, as long as its node lives."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *values: Tensor) -> Tensor:
+        ctx.save_for_backward(*values)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("it has no gradient")
+
+
+class _Held:
+    """The tensors that are held of one run of a region, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self._values: list[list[Tensor]] = []
+        self._makers: list[list[Any]] = []
+        self._node: Any = None
+
+    def record(self, places: Sequence[int], op: Run, *args: Any, **kwargs: Any) -> Any:
+        with _Record(places) as mode:
+            result = op(*args, **kwargs)
+        self._values.append(mode.found)
+        self._makers.append(mode.makers)
+        return result
+
+    def keep(self) -> None:
+        values, self._values = self._values, []
+        if torch.is_grad_enabled():
+            anchor = torch.empty(0, requires_grad=True)
+            flat = [x for each in values for x in each]
+            self._node = _Keep.apply(anchor, *flat).grad_fn  # type: ignore[no-untyped-call]
+
+    def replayer(self) -> Run:
+        """``hold`` of one second run."""
+        given = self._given()
+
+        def replay(places: Sequence[int], op: Run, *args: Any, **kwargs: Any) -> Any:
+            with _Pretend(dict(zip(places, next(given), strict=True))):
+                return op(*args, **kwargs)
+
+        return replay
+
+    def _given(self) -> Iterator[list[tuple[Any, Tensor]]]:
+        values = iter(self._node.saved_tensors)
+        for makers in self._makers:
+            yield [(maker, next(values)) for maker in makers]
+
+
+class _Record(TorchDispatchMode):
+    """Remembers some of the tensors that kernels make."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Tensor] = []
+        self.makers: list[Any] = []
+        self._places, self._count = frozenset(places), 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in results_of(func, result):
+            if self._count in self._places:
+                self.found.append(x.detach())  # apart from what autograd makes of it
+                self.makers.append(func)
+            self._count += 1
+        return result
+
+
+# --- the second run -------------------------------------------------------------------------------
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:
@@ -73,7 +209,12 @@ def _without_values(form: tuple[Any, ...]) -> Tensor:
 
 
 class _Pretend(TorchDispatchMode):
-    """Views of tensors with values are made; every other op gives tensors without values."""
+    """Views of tensors with values are made; every other op gives tensors without values, or of
+    the tensors that kernels make those given, with their kernels."""
+
+    def __init__(self, given: Mapping[int, tuple[Any, Tensor]] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given, self._count = given or {}, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -86,7 +227,17 @@ class _Pretend(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
             if "device" in kwargs:
                 kwargs["device"] = torch.device("meta")
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        return pytree.tree_map_only(Tensor, partial(self._next, func), result)
+
+    def _next(self, func: Any, x: Tensor) -> Tensor:
+        maker, known = self._given.get(self._count, (func, x))
+        if maker is not func:
+            raise InternalError(f"a second run calls {func} in place of {maker}")
+        self._count += 1
+        return known.detach() if known is not x else x
 
 
 def _is_pretended(x: Tensor) -> bool:

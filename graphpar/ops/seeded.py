@@ -76,6 +76,9 @@ def dropout_part(
     value, call = seed.tolist()
     stream = number, call
     mask = keep_mask(x.shape, 1 - p, value, stream, x.device, dim, blocks, rank, ranks, units)
+    if x.device.type == "cpu":  # a product with a boolean is ten times as slow
+        factors = torch.empty_like(x).copy_(mask.view(torch.uint8))
+        return factors.mul_(x).mul_(1 / (1 - p))
     return (x * mask).mul_(1 / (1 - p))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from graphpar.cost import GraphRun, training_nbytes
+from graphpar.cost import GraphRun
 from graphpar.errors import InputError
 from graphpar.passes.choose_recompute import ChooseRecompute, mark_plans, report_plans
 from graphpar.passes.choose_recompute.blocks import BlockPlan, Curve
 from graphpar.passes.choose_recompute.calls import Calls
 from graphpar.passes.choose_recompute.fit import Plans, fit_plans
+from graphpar.plan.chunk import state_bytes
 from graphpar.plan.part import state_read
 from graphpar.plan.schedule import Pipeline
 from graphpar.plan.step import Setup, StepPlan
@@ -42,7 +43,7 @@ def choose_stages(
     for device in range(pipeline.pp):
         steps = tuple(step for part in parts[device :: pipeline.pp] for step in part.steps)
         names = state_read(program, [step.node for step in steps])
-        state = sum(training_nbytes(program.state[name], program.ranks) for name in names)
+        state = setup.state_bytes(*state_bytes(program, frozenset(names)))
         stages.append(
             Calls(
                 program,

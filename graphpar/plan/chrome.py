@@ -15,7 +15,8 @@ WORK, SENDS = 0, 1
 
 def chrome_trace(step: StepPlan, *, memory: bool = True) -> dict[str, Any]:
     """Stages as processes; on one thread their tasks and what ends the step, on the other what they
-    send. ``memory`` adds a counter of the bytes of activations and transients."""
+    send, as asynchronous events, which may overlap. ``memory`` adds a counter of the bytes of
+    activations and transients."""
     events: list[dict[str, Any]] = []
     for device, row in enumerate(step.events):
         events += _names(device)
@@ -62,8 +63,18 @@ def _task(step: StepPlan, event: Any) -> list[dict[str, Any]]:
         ]
         to_stage = to % step.setup.pipeline.pp
         name = f"{word} {task.microbatch} to stage {to_stage}"
-        found.append(_span(device, SENDS, name, "send", event.end_us, send_us, {"to chunk": to}))
+        number = f"{word} {task.chunk} {task.microbatch}"
+        found += _message(device, number, name, event.end_us, send_us, {"to chunk": to})
     return found
+
+
+def _message(
+    device: int, number: str, name: str, start_us: float, us: float, args: dict[str, Any]
+) -> list[dict[str, Any]]:
+    span = _span(device, SENDS, name, "send", start_us, us, args)
+    del span["dur"]
+    start = {**span, "ph": "b", "id": number}
+    return [start, {**start, "ph": "e", "ts": start_us + us}]
 
 
 def _span(

@@ -13,6 +13,7 @@ from graphpar.cost import Hardware, Kernel, Roofline, Times, is_trained, local_n
 from graphpar.errors import InputError
 from graphpar.plan.chunk import Chunk, Work
 from graphpar.plan.deal import Message, send_us
+from graphpar.plan.optimizer import ADAMW, Optimizer
 from graphpar.plan.schedule import Pipeline, Task
 from graphpar.plan.simulate import Event, simulate
 from graphpar.plan.usage import Need, Usage, usage_of
@@ -33,6 +34,7 @@ class Setup:
     budget_bytes: int | None = None
     whole_microbatches: bool = False
     times: Times | None = None
+    optimizer: Optimizer = ADAMW
 
     def __post_init__(self) -> None:
         if self.dp < 1:
@@ -41,6 +43,11 @@ class Setup:
     @cached_property
     def cost(self) -> Times:
         return self.times or Roofline(hardware=self.hardware)
+
+    def state_bytes(self, trained: int, other: int) -> int:
+        """Those of parameters of ``trained`` bytes, their gradients and the optimizer's states, and
+        of what is not trained."""
+        return (2 + self.optimizer.states) * trained + other
 
     @property
     def devices(self) -> int:
@@ -151,7 +158,7 @@ def plan_step(
     for device, (trained, other) in enumerate(states):
         available = 0
         if whole and setup.budget_bytes is not None:
-            available = setup.budget_bytes - 4 * trained - other
+            available = setup.budget_bytes - setup.state_bytes(trained, other)
         usages.append(
             usage_of(
                 pipeline.tasks(device),
@@ -279,11 +286,11 @@ def _stage(
     return Stage(
         parameter_bytes=trained,
         gradient_bytes=trained,
-        optimizer_bytes=2 * trained,
+        optimizer_bytes=setup.optimizer.states * trained,
         buffer_bytes=other,
         activation_bytes=usage.kept_bytes,
         transient_bytes=usage.working_bytes,
-        peak_bytes=4 * trained + other + usage.peak_bytes,
+        peak_bytes=setup.state_bytes(trained, other) + usage.peak_bytes,
         in_flight=usage.in_flight,
         whole_microbatches=len(usage.whole),
         forward_us=work.forward_us,
@@ -291,7 +298,7 @@ def _stage(
         replay_us=work.replay_us,
         communication_us=work.communication_us,
         gradient_sync_us=sync_us,
-        optimizer_us=_memory_us(setup, "aten._fused_adamw_", 7 * trained),
+        optimizer_us=_memory_us(setup, "aten._fused_adamw_", setup.optimizer.traffic * trained),
     )
 
 

@@ -13,6 +13,7 @@ from graphpar.ops import is_conversion
 from graphpar.passes.rules import is_form
 from graphpar.program import (
     Form,
+    Info,
     Program,
     TensorSpec,
     info,
@@ -162,9 +163,13 @@ def check_ops(program: Program, block: str, node: fx.Node) -> None:
         raise failure(node, f"keyword arguments of {op} are out of order")
 
 
+def _has_values(known: Info) -> bool:
+    return known.replay or bool(known.held)
+
+
 def check_regions(program: Program) -> None:
     """Each region is one run of consecutive nodes, keeps what its second runs read from outside,
-    and these read nothing that is not run again."""
+    and these read nothing that is neither run again nor held."""
     for _, graph in program.graphs():
         ended, before = set[Any](), None
         for node in graph.nodes:
@@ -184,6 +189,6 @@ def check_regions(program: Program) -> None:
                     continue
                 if not inside and value.name not in (*region.kept, *region.passed):
                     raise failure(node, f"region {region.number} is not given {value.name}")
-                given = info(value).replay if inside else value.name in region.kept
+                given = _has_values(info(value)) if inside else value.name in region.kept
                 if info(node).replay and not given:
                     raise failure(node, f"{node.name} runs again, but {value.name} is not kept")

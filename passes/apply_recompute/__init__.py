@@ -62,7 +62,12 @@ def _rewritten(graph: fx.Graph, regions: Regions) -> fx.Graph:
     for node in regions.order:
         moved = nodes[node]
         end.prepend(moved)
-        annotate(moved, replay=node in regions.replayed, region=regions.members.get(node))
+        annotate(
+            moved,
+            replay=node in regions.replayed,
+            region=regions.members.get(node),
+            held=regions.held.get(node, ()),
+        )
         if node in regions.replayed and gathered_bytes(node):
             keep_gathered(moved)  # the second run gathers, and backward need not
     return new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from graphpar.cost import GraphRun, Kernel, Step, replayed_kernels
+from graphpar.ops import is_conversion
 from graphpar.program import Region, holds_tensors, info
 from graphpar.trace.fold import draws
-from graphpar.unfuse import gathered_bytes
+from graphpar.unfuse import gathered_bytes, is_fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,8 @@ class Regions:
     """Disjoint regions of one graph, and what they come to. ``kernels`` are those of the replays.
 
     ``members`` maps each node of a region to it. Of these, backward runs ``replayed`` again, on
-    the values that autograd keeps; the others only tell it what they keep. ``saved`` are the
+    the values that autograd keeps; the others only tell it what they keep. ``held`` are, of some
+    of those, the tensors among what their kernels make that are kept inside. ``saved`` are the
     storages (keys of :attr:`GraphRun.storages`) that are kept, state left out, and
     ``transient_bytes`` what the largest region makes anew at once.
     """
@@ -29,6 +31,7 @@ class Regions:
     order: tuple[fx.Node, ...]
     members: Mapping[fx.Node, Region] = field(default_factory=dict)
     replayed: frozenset[fx.Node] = frozenset()
+    held: Mapping[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     saved: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     kernels: tuple[Kernel, ...] = ()
@@ -44,6 +47,22 @@ def replayable(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not torch.ops.graphpar.draw_seed.default
 
 
+def holdable(step: Step) -> bool:
+    """Whether a second run can be given what the op makes: it takes the same kernels on tensors
+    without values. Sizes may not follow from values; of our own ops those that draw masks, and
+    those that reduce and scatter, take a way of the device's."""
+    target = step.node.target
+    if not isinstance(target, torch._ops.OpOverload) or _BY_VALUE.intersection(target.tags):
+        return False
+    if target.namespace != "graphpar":
+        return True
+    known = is_fused(step.node) or is_conversion(target)
+    return known and not any(k.collective == "reduce_scatter" for k in step.kernels)
+
+
+_BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
 def find_regions(run: GraphRun, replay: Iterable[fx.Node]) -> Regions:
     """Regions in which what the nodes of ``replay`` make is not kept.
 
@@ -57,7 +76,7 @@ def find_regions(run: GraphRun, replay: Iterable[fx.Node]) -> Regions:
         groups = analysis.groups(wanted)
         bad = [group for group in groups if any(n.op == "call_module" for n in group)]
         if not bad:
-            return analysis.regions(groups)
+            return analysis.regions(groups, wanted)
         wanted -= set().union(*bad)
 
 
@@ -144,17 +163,18 @@ class _Analysis:
 
     # --- what the regions come to ---
 
-    def regions(self, groups: Sequence[set[fx.Node]]) -> Regions:
+    def regions(self, groups: Sequence[set[fx.Node]], wanted: Collection[fx.Node]) -> Regions:
         order = self._order(groups)
         place = {node: i for i, node in enumerate(order)}
         members: dict[fx.Node, Region] = {}
         replayed: set[fx.Node] = set()
+        held: dict[fx.Node, tuple[int, ...]] = {}
         kept_storages: set[int] = set()
         kernels: list[Kernel] = []
         transient = 0
         for number, group in enumerate(sorted(groups, key=lambda g: min(place[n] for n in g))):
             nodes = sorted(group, key=place.__getitem__)
-            again, live = self._again(nodes)
+            again, live, inside = self._again(nodes, wanted)
             kept, passed = self._arguments(nodes, again, live)
             region = Region(
                 number=number,
@@ -164,6 +184,10 @@ class _Analysis:
             )
             members |= dict.fromkeys(nodes, region)
             replayed |= again
+            held |= inside
+            for n, places in inside.items():
+                made = (self.steps[n].made[place] for place in places)
+                kept_storages |= {s for s in made if s is not None}
             kernels += replayed_kernels([self.steps[n] for n in nodes], again)
             kept_storages |= {s for n in kept for s in self._storages(n)}
             transient = max(transient, self._transient([n for n in nodes if n in again]))
@@ -173,6 +197,7 @@ class _Analysis:
             order=tuple(order),
             members=members,
             replayed=frozenset(replayed),
+            held=held,
             saved=frozenset(saved),
             kept=frozenset(saved & kept_storages),
             kernels=tuple(kernels),
@@ -201,17 +226,25 @@ class _Analysis:
                 order += sorted(groups[-1 - unit], key=self.index.__getitem__)
         return order
 
-    def _again(self, nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[int]]:
-        """The nodes to run again, and the storages that must have their values."""
+    def _again(
+        self, nodes: Sequence[fx.Node], wanted: Collection[fx.Node]
+    ) -> tuple[set[fx.Node], set[int], dict[fx.Node, tuple[int, ...]]]:
+        """The nodes to run again, the storages that must have their values, and what is held."""
         live = {s for node in nodes for s in self.steps[node].saves}
         again: set[fx.Node] = set()
+        held: dict[fx.Node, tuple[int, ...]] = {}
         for node in reversed(nodes):
-            if self.makes[node] & live or random_by_generator(node):
+            needed = self.makes[node] & live
+            spared = needed and node not in wanted and holdable(self.steps[node])
+            if random_by_generator(node) or (needed and not spared):
                 again.add(node)
                 live.update(self.steps[node].reads)
+            elif spared:
+                made = self.steps[node].made
+                held[node] = tuple(i for i, s in enumerate(made) if s in needed)
         # Views of live storages cost nothing and carry them on.
         again |= {n for n in nodes if not self.makes[n] and live.intersection(self.steps[n].reads)}
-        return again, live
+        return again, live, held
 
     def _arguments(
         self, nodes: Sequence[fx.Node], again: set[fx.Node], live: set[int]

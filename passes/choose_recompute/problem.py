@@ -2,9 +2,7 @@
 
 Backward needs the tensors that autograd would save. Each is kept, at the price of its bytes, or
 made again, at the price of its op's time; an op that runs again needs its operands, which are kept
-or made again in turn. Tensors are storages, so views cost nothing and keep their base. What an op
-makes and autograd saves for the same op (the result of a softmax, the statistics of a norm) can be
-kept only if all that the op saves is: a checkpoint drops what is saved within it as a whole.
+or made again in turn. Tensors are storages, so views cost nothing and keep their base.
 """
 
 from __future__ import annotations
@@ -45,18 +43,6 @@ class Problem:
     def maker(self) -> dict[int, int]:
         return {s: i for i, op in enumerate(self.ops) for s in op.makes}
 
-    @property
-    def pulls(self) -> set[tuple[int, int]]:
-        """Pairs of ops: if the first runs again, so does the second, which saves what both make."""
-        maker = self.maker
-        return {
-            (maker[s], i)
-            for i, op in enumerate(self.ops)
-            if not set(op.saves).isdisjoint(op.makes)
-            for s in op.saves
-            if s in maker and maker[s] != i
-        }
-
     def kept(self, replay: Iterable[int]) -> set[int]:
         """The storages to keep if the ops ``replay`` run again."""
         again = set(replay)
@@ -69,8 +55,6 @@ class Problem:
         again = set(replay)
         if any(self.ops[i].cost_ps is None for i in again):
             raise InternalError("an op that cannot run again does")
-        if any(first in again and second not in again for first, second in self.pulls):
-            raise InternalError("an op must run again with another, and does not")
         return (
             sum(self.nbytes[s] for s in self.kept(again)),
             sum(self.ops[i].cost_ps or 0 for i in again),
@@ -81,9 +65,8 @@ def cheapest(problem: Problem, ps: int, byte: int) -> frozenset[int]:
     """The ops to run again for the least ``byte * bytes + ps * picoseconds``.
 
     A minimum cut: source → op, its time; op → storage that it makes, the storage's bytes; storage
-    → op that reads it, what autograd saves → sink, and an op → another that pulls it, without
-    limit. An op on the side of the sink runs again, a cut edge from an op to a storage keeps it.
-    Integers throughout: exact.
+    → op that reads it and what autograd saves → sink, without limit. An op on the side of the sink
+    runs again, a cut edge from an op to a storage keeps it. Integers throughout: exact.
     """
     graph = nx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
@@ -97,7 +80,6 @@ def cheapest(problem: Problem, ps: int, byte: int) -> frozenset[int]:
                 graph.add_edge(("storage", s), ("op", i))
         for s in op.saves:
             graph.add_edge(("storage", s), "sink")
-    graph.add_edges_from((("op", second), ("op", first)) for first, second in problem.pulls)
     for s, nbytes in enumerate(problem.nbytes):
         source = ("op", maker[s]) if s in maker else "source"
         graph.add_edge(source, ("storage", s), capacity=nbytes * byte)
@@ -158,8 +140,6 @@ def within(problem: Problem, budget_bytes: int) -> frozenset[int] | None:
     for i, op in enumerate(problem.ops):
         for s in op.reads if op.cost_ps is not None else ():
             at_least(0.0, {**available(s), i: -1.0})
-    for first, second in problem.pulls:
-        at_least(0.0, {second: 1.0, first: -1.0})
     rows.append({ops + s: -float(n) for s, n in enumerate(problem.nbytes)})
     lower.append(-float(budget_bytes))
     matrix = lil_array((len(rows), ops + storages))

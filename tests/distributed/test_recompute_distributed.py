@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 import graphpar
+from graphpar import ops
+from graphpar.cost.kernels import KernelRecorder
 from graphpar.errors import RankMismatchError
 from graphpar.memory import LiveBytes, step_memory
 from graphpar.parallel_module import ParallelModule
@@ -59,6 +61,38 @@ def check_peak(parallel: ParallelModule, kwargs: dict[str, Any]) -> None:
     assert -loss_bytes <= min(peaks) - predicted.peak_bytes <= buffer_bytes
 
 
+def check_held(rank: int, group: str) -> None:
+    """A fused product held inside a region: its gather does not run in the second run."""
+    torch.manual_seed(2)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+
+    def gather(y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ops.gather_linear(y, [weight], [], 0, [8], group)[0]
+        return found
+
+    with KernelRecorder(keep_results=True) as recorder:
+        address = gather(x).untyped_storage()._cdata
+    results = [y.untyped_storage()._cdata for y in recorder.results]
+    places = tuple(i for i, each in enumerate(results) if each == address)
+
+    def region(run: Any, hold: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        return [run(torch.square, hold(places, gather, x.exp()).sin())]
+
+    found, counts = [], []
+    for recompute in (False, True):
+        with KernelRecorder() as recorder:
+            if recompute:
+                (out,) = ops.recompute(region, [x], holds=True)
+            else:
+                out = gather(x.exp()).sin().square()
+            found.append(torch.autograd.grad(out.sum(), [x, weight]))
+        counts.append(sum(bool(kernel.collective) for kernel in recorder.kernels))
+    assert all(map(torch.equal, *found))
+    assert counts[0] == counts[1] == 3
+    dist.barrier()
+
+
 def check_agreement(rank: int, group: str) -> str:
     """Ranks that were given different modes: an error on both, no hang."""
     model, kwargs = zoo.build("nanogpt", layers=1)
@@ -69,6 +103,7 @@ def check_agreement(rank: int, group: str) -> str:
 
 
 def check_all(rank: int, group: str) -> tuple[list[int], str]:
+    check_held(rank, group)
     return check_recompute(rank, group), check_agreement(rank, group)
 
 

@@ -40,10 +40,6 @@ def brute_force(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         if op.cost_ps is None:
             legal &= ~again[i]
         time += again[i] * (op.cost_ps or 0)
-        if any(s in op.makes for s in op.saves):  # what it saves of its own is dropped as a whole
-            for j, other in enumerate(problem.ops):
-                if any(s in other.makes for s in op.saves):
-                    legal &= ~again[j] | again[i]
     nbytes = np.zeros(len(sets), dtype=np.int64)
     for s, size in enumerate(problem.nbytes):
         needed = np.full(len(sets), any(s in op.saves for op in problem.ops))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from graphpar import ops
 from graphpar.cost import (
     HARDWARE,
     ConstantTimes,
@@ -21,10 +22,11 @@ from graphpar.cost import (
     total_us,
 )
 from graphpar.cost.collectives import collective_us
-from graphpar.cost.hardware import Hardware
+from graphpar.cost.hardware import MASK_BYTES, Hardware
 from graphpar.cost.kernels import KernelRecorder
 from graphpar.errors import InputError
 from graphpar.interpret import model_state, run
+from graphpar.ops.philox import keep_mask
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.trace import flatten, trace
 from tests import zoo
@@ -50,6 +52,8 @@ def test_this_cpu_is_measured() -> None:
     assert 1e2 < cpu.flops_rate(torch.float32) < 1e8
     assert 1e2 < cpu.memory_bytes_per_us < 1e7
     assert 0.01 < cpu.launch_us < 1e3
+    assert 0.1 < cpu.draws_per_us < 1e5
+    assert 0.1 < cpu.masks_per_us < 1e5
 
 
 def test_large_collectives_take_the_bandwidth() -> None:
@@ -86,6 +90,27 @@ def test_a_roofline_is_arithmetic_or_traffic_or_launch() -> None:
     copied = Kernel(op="copy", bytes_moved=2_039_000_000)
     assert times.kernel_us(copied) == pytest.approx(1000)
     assert times.kernel_us(Kernel(op="add")) == device.launch_us
+
+
+def test_random_numbers_have_a_price() -> None:
+    """By the op alone: the mask of a seeded dropout is made within it."""
+    device = replace(find_hardware("h100"), draws_per_us=100.0)
+    times, x = Roofline(hardware=device), torch.empty(1000, 1000, device="meta")
+    seed = torch.zeros(2, dtype=torch.int64)
+    with KernelRecorder() as recorder:
+        torch.bernoulli(x)
+        ops.seeded_dropout(x, seed, 0.1, 0)
+        x + 1
+    draw, mask, plain = map(times.kernel_us, recorder.kernels)
+    assert draw - plain == pytest.approx(10**6 / 100)
+    assert mask - plain == pytest.approx(240 * 10**6 / 3.35e6, rel=0.1)
+
+
+def test_the_traffic_of_a_mask_is_that_of_its_kernels() -> None:
+    count = 2**20
+    with KernelRecorder() as recorder:
+        keep_mask((count,), 0.9, 5, (1, 2), torch.device("meta"))
+    assert sum(k.bytes_moved for k in recorder.kernels) == MASK_BYTES * count
 
 
 def test_times_are_an_argument() -> None:

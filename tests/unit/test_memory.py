@@ -24,7 +24,9 @@ def tracked(name: str, tp: int, recompute: str) -> tuple[int, int]:
         predicted = step_memory(parallel.program, trained_inputs=())
         tracker = MemTracker()
         inputs = [x for x in kwargs.values() if isinstance(x, Tensor)]
-        tracker.track_external(parallel, *inputs)
+        # Constants of the program are no buffers of the module.
+        constants = parallel.program.constants.values()
+        tracker.track_external(parallel, *inputs, *constants)
         with tracker:
             output = parallel(**kwargs)  # held, as what a step returns is
             zoo.loss_of(output).backward()
@@ -49,4 +51,4 @@ def tracked(name: str, tp: int, recompute: str) -> tuple[int, int]:
 )
 def test_the_peak_is_that_of_torchs_tracker(name: str, tp: int, recompute: str) -> None:
     predicted, found = tracked(name, tp, recompute)
-    assert predicted == pytest.approx(found, rel=0.025)  # below 2%, but for gemma2 on 4 ranks
+    assert predicted == pytest.approx(found, rel=0.01)

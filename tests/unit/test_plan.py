@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from graphpar.errors import InputError
 from graphpar.memory import step_memory
 from graphpar.passes.apply_recompute import apply_recompute
 from graphpar.pipeline import default_pipeline, run_pipeline
-from graphpar.plan import Pipeline, Planner, Setup, StepPlan, chrome_trace, memory_svg
+from graphpar.plan import (
+    ADAMW,
+    MIXED_ADAM,
+    Pipeline,
+    Planner,
+    Setup,
+    StepPlan,
+    chrome_trace,
+    memory_svg,
+)
 from graphpar.plan.chunk import Coster
 from graphpar.plan.curve import memory_curve
 from graphpar.plan.deal import deal, dealt_paths, messages, send_us
@@ -169,9 +179,74 @@ def test_the_curve_reaches_the_peak(drawn: StepPlan) -> None:
         assert all(a.start_us <= b.start_us + 1e-6 for a, b in pairwise(samples))
 
 
+def test_the_optimizer_is_part_of_the_setup(programs: dict[bool | None, Program]) -> None:
+    """Adam on a copy in 32 bits: 12 bytes of states and 60 of traffic for 2 of a parameter."""
+    times = Roofline(hardware=replace(HOST, launch_us=0.0))
+    own, mixed = (
+        planner(programs, optimizer=each, times=times).step("none").stages[0]
+        for each in (ADAMW, MIXED_ADAM)
+    )
+    count = own.parameter_bytes // 2
+    assert mixed.optimizer_bytes - own.optimizer_bytes == (12 - 4) * count
+    assert mixed.peak_bytes - own.peak_bytes == (12 - 4) * count
+    assert mixed.optimizer_us == pytest.approx(60 * count / HOST.memory_bytes_per_us)
+    least = own.state_bytes + own.activation_bytes + own.transient_bytes
+    with pytest.raises(InputError, match="the least that works"):
+        planner(programs, optimizer=MIXED_ADAM, budget_bytes=least).step("auto")
+
+
+@pytest.mark.parametrize("send_us", [None, 1000.0])
+def test_the_trace_has_the_form_of_chrome_trace_events(
+    drawn: StepPlan, send_us: float | None
+) -> None:
+    """Trace Event Format (Google), JSON object form: the fields of each kind of event; on each
+    thread complete events in order, beside or within each other; the messages, which may overlap,
+    as asynchronous events."""
+    if send_us is not None:  # longer than tasks
+        drawn = replace(drawn, forward_send_us=(send_us,) * 3, backward_send_us=(send_us,) * 3)
+    text = json.dumps(chrome_trace(drawn), allow_nan=False)
+    found = json.loads(text)
+    assert found["displayTimeUnit"] in ("ms", "ns")
+    fields = {
+        "M": {"ph", "pid", "name", "args"},
+        "X": {"ph", "pid", "tid", "name", "cat", "ts", "dur", "args"},
+        "C": {"ph", "pid", "name", "ts", "args"},
+        "b": {"ph", "pid", "tid", "name", "cat", "id", "ts", "args"},
+        "e": {"ph", "pid", "tid", "name", "cat", "id", "ts", "args"},
+    }
+    begun: dict[Any, float] = {}
+    threads: dict[Any, list[dict[str, Any]]] = {}
+    for event in found["traceEvents"]:
+        assert event.keys() - {"tid"} == fields[event["ph"]] - {"tid"}
+        assert isinstance(event["name"], str)
+        numbers = [event[key] for key in ("pid", "tid") if key in event]
+        assert all(type(n) is int and n >= 0 for n in numbers)
+        assert min(event.get("ts", 0), event.get("dur", 0)) >= 0
+        if event["ph"] == "C":
+            assert all(type(n) is int and n >= 0 for n in event["args"].values())
+        if event["ph"] == "b":
+            begun[event["pid"], event["cat"], event["id"]] = event["ts"]
+        elif event["ph"] == "e":
+            assert event["ts"] >= begun.pop((event["pid"], event["cat"], event["id"]))
+        elif event["ph"] != "M":
+            threads.setdefault((event["pid"], event.get("tid", "memory")), []).append(event)
+    named = {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert not begun
+    assert {key for key in threads if key[1] != "memory"} == {n for n in named if n[1] == 0}
+    for events in threads.values():
+        open_ends: list[float] = []
+        for before, after in pairwise([{"ts": 0.0}, *events]):
+            assert after["ts"] >= before["ts"] - 1e-6
+            while open_ends and open_ends[-1] <= after["ts"] + 1e-6:
+                open_ends.pop()
+            end = after["ts"] + after.get("dur", 0.0)
+            assert not open_ends or end <= open_ends[-1] + 1e-6
+            open_ends.append(end)
+
+
 def test_the_trace_is_the_timeline(drawn: StepPlan) -> None:
     trace_events = json.loads(json.dumps(chrome_trace(drawn)))["traceEvents"]
-    assert {e["ph"] for e in trace_events} == {"M", "X", "C"}
+    assert {e["ph"] for e in trace_events} == {"M", "X", "C", "b", "e"}
     for device, row in enumerate(drawn.events):
         mine = [e for e in trace_events if e["ph"] == "X" and e["pid"] == device]
         work = [e for e in mine if e["tid"] == 0]
@@ -181,7 +256,7 @@ def test_the_trace_is_the_timeline(drawn: StepPlan) -> None:
         for before, after in pairwise(work):
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6
         assert all(e["dur"] >= 0 for e in mine)
-        sends = [e for e in mine if e["tid"] == 1]
+        sends = [e for e in trace_events if e["ph"] == "b" and e["pid"] == device]
         assert len(sends) == 12  # all but the last forward and backward of each microbatch
         assert {e["cat"] for e in sends} == {"send"}
         assert any(e["args"].get("keeps all") for e in tasks) == bool(drawn.usages[device].whole)

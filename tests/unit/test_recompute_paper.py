@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from graphpar.cost import Roofline, dry_run, find_hardware
+from graphpar.passes.choose_recompute.blocks import curve_of
 from tests.unit.paper import paper
 
 CASES = [(name, row, rng) for name in paper.SIZES for row in range(6) for rng in (True, False)]
@@ -38,6 +40,27 @@ def test_a_row_is_the_formula_and_statistics(name: str, row: int, masks: bool) -
 def test_a_layer_without_parallelism(name: str, known: int) -> None:
     """Counted before, of a layer run by hand on the meta device."""
     assert paper.saved_bytes(paper.SIZES[name], paper.ROWS[0], rng="per-rank") == known
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "22b" else [pytest.mark.long]) for n in paper.SIZES]
+)
+def test_the_papers_choice_comes_out_by_itself(name: str) -> None:
+    """Section 5: in the bytes of selective recomputation nothing is faster than to run the core
+    of attention again, by our cost model, and nothing else is."""
+    size, again = paper.SIZES[name], set(paper.core("per-rank"))
+    run = dry_run(paper.rewritten(size, tp=size.t, sp=True, rng="per-rank"))
+    curve = curve_of(run, Roofline(hardware=find_hardware("a100-80gb")))
+    theirs = curve.plan([i for i, node in enumerate(curve.nodes) if paper.name_of(node) in again])
+    sbh = size.s * size.b * size.h / size.t
+    assert curve.kept_bytes(theirs) / sbh == pytest.approx(34, rel=1e-3)
+    ours = curve.within(curve.kept_bytes(theirs))
+    assert ours is not None
+    assert curve.kept_bytes(ours) <= curve.kept_bytes(theirs)
+    assert ours.replay_us <= theirs.replay_us
+    assert {paper.name_of(node) for node in ours.replay} == again
+    first = {paper.name_of(node) for node in curve.plans[1].replay}
+    assert first.isdisjoint(again)  # per byte gelu and norms are cheaper
 
 
 @pytest.mark.long

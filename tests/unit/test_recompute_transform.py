@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import graphpar
 from graphpar.cost import SavedTensors, dry_run
@@ -17,6 +18,7 @@ from graphpar.passes.choose_recompute import ChooseRecompute, choose_recompute, 
 from graphpar.passes.choose_recompute.budget import format_bytes
 from graphpar.printer import format_python
 from graphpar.runtime import compile_program
+from tests.unit.test_rng import IDS, c40
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 COMPILERS = [
@@ -103,6 +105,54 @@ def test_gradients_are_those_without_recomputation(rng: str) -> None:
     assert saved_bytes(full, x) == dry_run(full.program).saved_bytes
     assert saved_bytes(full, x) < saved_bytes(plain, x) / 4
     assert "ops.recompute(region_0" in format_python(full.program)
+
+
+def slopes(module: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss's derivative along random changes of the parameters, and central differences."""
+
+    def value() -> Tensor:
+        torch.manual_seed(7)
+        loss: Tensor = module(ids).square().mean()
+        return loss
+
+    value().backward()
+    parameters = [(p, p.grad) for p in module.parameters() if p.grad is not None]
+    pairs = [
+        (p.to_local(), g.to_local())
+        if isinstance(p, DTensor) and isinstance(g, DTensor)
+        else (p, g)
+        for p, g in parameters
+    ]
+    torch.manual_seed(5)
+    ways = [torch.randn_like(g) for _, g in pairs]
+    slope = torch.stack([(g * way).sum() for (_, g), way in zip(pairs, ways, strict=True)]).sum()
+    values, eps = [], 1e-6
+    for step in (eps, -2 * eps):
+        with torch.no_grad():
+            for (p, _), way in zip(pairs, ways, strict=True):
+                p += step * way
+        values.append(value().detach())
+    return slope, (values[0] - values[1]) / (2 * eps)
+
+
+@pytest.mark.parametrize(
+    "rng", ["invariant", *(pytest.param(r, marks=pytest.mark.long) for r in ("exact", "per-rank"))]
+)
+def test_replayed_dropout_against_finite_differences(rng: str) -> None:
+    """C41: of the same forward, with every setting."""
+    full = graphpar.transform(c40(), (IDS,), tp=1, rng=rng, recompute="full")
+    report = full.program.report["recompute"]
+    least = report.state_bytes + report.saved_bytes + report.transient_bytes
+    some = least + (report.none_bytes - report.saved_bytes) // 3
+    settings: list[dict[str, Any]] = [{"recompute": mode} for mode in ("none", "selective", "full")]
+    replayed = []
+    for setting in (*settings, {"memory_budget": some}):
+        made = graphpar.transform(c40(), (IDS,), tp=1, rng=rng, **setting)
+        found = made.program.report.get("recompute")
+        replayed.append(found is not None and found.replay_us > 0)
+        slope, difference = slopes(made, IDS)
+        torch.testing.assert_close(slope, difference, rtol=1e-6, atol=1e-8)
+    assert replayed[2:] == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
