@@ -3,11 +3,14 @@
 The floor of a step: what is left when nothing is done but the products, the elementwise ops and
 the collectives. Over t ranks: queries, keys, values, gate, up and the head by rows, the two
 projections back by columns; norms and the table of tokens whole. Tensors are [b, s / t, h]
-between products, [b, s, · / t] within them.
+between products, [b, s, · / t] within them. Either autograd keeps what is gathered for products,
+or its shard, which backward gathers again beside them (Korthikanti et al. 2022, section 4.2.2), as
+graphpar does with ``overlap``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,21 +23,39 @@ ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 COLUMNS = ("o_proj", "down_proj")
 
 
-def gathered(x: Tensor) -> Tensor:
-    """[b, s / t, h] of each rank → [b, s, h]."""
+def start_gather(x: Tensor) -> Callable[[], Tensor]:
+    """[b, s / t, h] of each rank → [b, s, h], once it is waited for."""
     ranks = dist.get_world_size()
     rows = x.new_empty(ranks * x.size(0), *x.shape[1:])
-    dist.all_gather_single(rows, x.contiguous())
-    parts = rows.unflatten(0, (ranks, -1))
-    return parts.transpose(0, 1).reshape(x.size(0), -1, x.size(2))
+    work = dist.all_gather_single(rows, x.contiguous(), async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        parts = rows.unflatten(0, (ranks, -1))
+        return parts.transpose(0, 1).reshape(x.size(0), -1, x.size(2))
+
+    return finish
 
 
-def scattered(x: Tensor) -> Tensor:
+def start_scatter(x: Tensor) -> Callable[[], Tensor]:
     """[b, s, h] of each rank → their sum's [b, s / t, h]. Gloo has no reduce-scatter."""
     parts = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1).contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts)
-    return received.sum(0)
+    work = dist.all_to_all_single(received, parts, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return received.sum(0)
+
+    return finish
+
+
+def gathered(x: Tensor) -> Tensor:
+    return start_gather(x)()
+
+
+def scattered(x: Tensor) -> Tensor:
+    return start_scatter(x)()
 
 
 class Gather(torch.autograd.Function):
@@ -45,6 +66,29 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return scattered(grads[0])
+
+
+class GatherAgain(torch.autograd.Function):
+    """Products of what is gathered, of which autograd keeps the shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        whole = gathered(x)
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        again = start_gather(x)
+        rows = [grad.flatten(0, 1) for grad in grads]
+        total = rows[0].mm(weights[0])
+        for grad, weight in zip(rows[1:], weights[1:], strict=True):
+            total.addmm_(grad, weight)
+        of_x = start_scatter(total.view(*grads[0].shape[:2], -1))
+        whole = again().flatten(0, 1)
+        of_weights = [grad.t().mm(whole) for grad in rows]
+        return of_x(), *of_weights
 
 
 class Scatter(torch.autograd.Function):
@@ -94,10 +138,11 @@ class Sum(torch.autograd.Function):
 
 
 class ByHand(nn.Module):
-    """``forward(input_ids, labels)`` gives an object with the loss."""
+    """``forward(input_ids, labels)`` gives the loss. ``keep``: autograd keeps what is gathered."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, keep: bool = False) -> None:
         super().__init__()
+        self.keep = keep
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         config = model.config
         self.heads, self.layers = config.num_attention_heads // ranks, config.num_hidden_layers
@@ -129,37 +174,42 @@ class ByHand(nn.Module):
                 found[name] = torch.cat(all_parts, self.cuts[name])
         return found
 
-    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> ByHand:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         rotary, like, positions = self.rotary
         cos, sin = rotary(like, positions[None, : input_ids.size(1)])
         x = Slice.apply(F.embedding(input_ids, self.parts["model.embed_tokens.weight"]))
         for i in range(self.layers):
             x = self.layer(f"model.layers.{i}", x, cos[:, None], sin[:, None])
         y = self.norm(x, *Shared.apply(self.parts["model.norm.weight"]))
-        logits = F.linear(Gather.apply(y), self.parts["lm_head.weight"])
+        (logits,) = self.products(y, self.parts["lm_head.weight"])
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
-        self.loss = self.cross_entropy(logits.flatten(0, 1), targets)
-        return self
+        return self.cross_entropy(logits.flatten(0, 1), targets)
+
+    def products(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        if not self.keep:
+            return GatherAgain.apply(x, *weights)
+        whole = Gather.apply(x)
+        return tuple(F.linear(whole, weight) for weight in weights)
 
     def layer(self, name: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         def weight(part: str) -> Tensor:
             return self.parts[f"{name}.{part}.weight"]
 
         first, second = Shared.apply(weight("input_layernorm"), weight("post_attention_layernorm"))
-        y = Gather.apply(self.norm(x, first))
+        projections = (weight(f"self_attn.{p}_proj") for p in "qkv")
         q, k, v = (
-            F.linear(y, weight(f"self_attn.{p}_proj")).unflatten(-1, (-1, self.width))
-            for p in "qkv"
+            y.unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for y in self.products(self.norm(x, first), *projections)
         )
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         q, k = (z * cos + _half_turned(z) * sin for z in (q, k))
         repeats = self.heads // self.groups
         k, v = (z.repeat_interleave(repeats, 1) for z in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + Scatter.apply(F.linear(y, weight("self_attn.o_proj")))
-        y = Gather.apply(self.norm(x, second))
-        y = F.silu(F.linear(y, weight("mlp.gate_proj"))) * F.linear(y, weight("mlp.up_proj"))
-        return x + Scatter.apply(F.linear(y, weight("mlp.down_proj")))
+        gate, up = self.products(
+            self.norm(x, second), weight("mlp.gate_proj"), weight("mlp.up_proj")
+        )
+        return x + Scatter.apply(F.linear(F.silu(gate) * up, weight("mlp.down_proj")))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))

@@ -1,268 +1,272 @@
-"""Training step of a small Llama on two gloo ranks: graphpar against a plan for DTensor.
+"""Training step of a small Llama on gloo ranks: graphpar, DTensor's plan, by hand, one process.
 
-    python benchmarks/train_step.py
+    python benchmarks/train_step.py [--size small] [--ranks 2] [--part step] [--profile]
 
-A step is forward, backward and AdamW. The peer is the same model of transformers under
-``parallelize_module`` with a hand-written plan of tensor and sequence parallelism, once with the
-logits gathered for the loss and once with ``loss_parallel``; the ratio is that of the faster of
-the two. All variants run interleaved, in changing order, in the same processes, one thread each;
-before that, loss and gradients of each are compared with the single process. "single" is the
-unmodified model, which both ranks run at once. "by hand" is the floor: the same collectives around
-local shards, without any framework.
+A step is forward and backward of the loss, then AdamW, by each of its three implementations. The
+peer is the same model of transformers under ``parallelize_module`` with a hand-written plan of
+tensor and sequence parallelism, once with the logits gathered for the loss and once with
+``loss_parallel``; its ratios are those of the faster. "by hand" is the floor: the same collectives
+around local shards, plain parameters, no framework. "one process" is the unmodified model, which
+all ranks run at once. All variants run interleaved, in changing order, in the same processes, one
+thread each; before that, loss and gradients of each are compared with the one process's.
+
+Part "one" compares the unmodified model with the transformed one for tp=1, part "compile" both
+graphpar and the peer under torch.compile (inductor). Each part of each size and number of ranks
+has its place in results/train_step.json; a run replaces those it measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
+import datetime
+import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from _by_hand import ByHand
-from _common import report, table
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
+from _common import RESULTS, machine, table
+from _step_profile import KINDS, profiled
+from _train_models import (
+    FLOOR,
+    FLOOR_KEEPS,
+    KEEPS,
+    ONE,
+    OPTIMIZERS,
+    OURS,
+    PEERS,
+    SIZES,
+    TOLERANCE,
+    Loss,
+    Size,
+    Variant,
+    peer,
+    variants,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphpar
 
-RANKS = 2
-TOLERANCE = 1e-4
+PARTS = ("step", "one", "compile")
+Section = dict[str, Any]
+
+# --- the parts ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    vocab: int
-    batch: int
-    sequence: int
-    steps: int
-    target: float
-
-    def build(self) -> PreTrainedModel:
-        torch.manual_seed(0)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=self.hidden,
-                intermediate_size=self.ffn,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                num_key_value_heads=self.heads // 2,
-                vocab_size=self.vocab,
-            )
-        ).train()
-
-
-SIZES = {
-    "small": Size(256, 704, 4, 8, 2048, 4, 128, 40, 1.3),
-    "larger": Size(1024, 2816, 2, 16, 4096, 2, 256, 15, 1.0),
-    "deep": Size(128, 352, 24, 4, 512, 2, 64, 20, 1.3),
-}
-
-
-# --- the peer -----------------------------------------------------------------------------------
-
-
-def plan(layers: int, *, gather: bool) -> dict[str, ParallelStyle]:
-    """Tensor parallelism with sequence parallelism, as torch's tutorial has it for Llama."""
-    if gather:
-        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-    else:
-        head = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-    styles: dict[str, ParallelStyle] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "model.norm": SequenceParallel(),
-        "lm_head": head,
-    }
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        styles |= {
-            f"{layer}.input_layernorm": SequenceParallel(),
-            f"{layer}.self_attn": PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": Shard(1)},
-                desired_input_kwarg_layouts={"hidden_states": Replicate()},
-            ),
-            f"{layer}.self_attn.q_proj": ColwiseParallel(),
-            f"{layer}.self_attn.k_proj": ColwiseParallel(),
-            f"{layer}.self_attn.v_proj": ColwiseParallel(),
-            f"{layer}.self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-            f"{layer}.post_attention_layernorm": SequenceParallel(),
-            f"{layer}.mlp": PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-            ),
-            f"{layer}.mlp.gate_proj": ColwiseParallel(),
-            f"{layer}.mlp.up_proj": ColwiseParallel(),
-            f"{layer}.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-        }
-    return styles
-
-
-# --- a variant ----------------------------------------------------------------------------------
-
-
-class Variant:
-    """A model with its optimizer and what a step of it is."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        call: Mapping[str, Any],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        self.model, self.call, self.context = model, call, context
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-
-    def loss(self) -> Tensor:
-        """The loss of the call, after its backward."""
-        with self.context():
-            loss: Tensor = self.model(**self.call).loss
-            loss.backward()
-        return loss
-
-    def step(self) -> None:
-        """One step between two barriers; its seconds, and this process's seconds of CPU."""
-        dist.barrier()
-        start, cpu = time.perf_counter(), time.process_time()
-        self.loss()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        dist.barrier()
-        self.seconds.append(time.perf_counter() - start)
-        self.cpu_seconds.append(time.process_time() - cpu)
-
-    def check(self, reference: Variant) -> None:
-        """Loss and all gradients are the reference's."""
-        ours, theirs = _whole(self.loss().detach()), reference.loss().detach()
-        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=0)
-        found = _gradients(self.model)
-        for name, wanted in _gradients(reference.model).items():
-            error = (found[name] - wanted).norm() / wanted.norm()
-            assert error < TOLERANCE, f"{name}: gradient differs by {error:.1e}"
-        self.optimizer.zero_grad()
-        reference.optimizer.zero_grad()
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    if isinstance(model, ByHand):
-        return model.gradients()
-    return {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def variants(size: Size, mesh: DeviceMesh) -> dict[str, Variant]:
-    model = size.build()
-    tokens = torch.randint(size.vocab, (size.batch, size.sequence))
-    call = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    # The embedding's output is a part of the sequence: positions cannot be read off it.
-    peer_call = {**call, "position_ids": torch.arange(size.sequence)[None]}
-
-    def peer(*, gather: bool) -> nn.Module:
-        own = copy.deepcopy(model)
-        return parallelize_module(own, mesh, plan(size.layers, gather=gather))
-
+def interleaved(runs: Mapping[str, Variant], steps: int, barrier: Callable[[], object]) -> Section:
+    """Medians in ms of the parts of a step, by variant; the first two steps are warm-up."""
+    order, shuffle = list(runs.values()), random.Random(0).shuffle  # the same on each rank
+    for _ in range(steps + 2):
+        shuffle(order)
+        for variant in order:
+            variant.step(barrier)
     return {
-        "single": Variant(copy.deepcopy(model), call),
-        "graphpar": Variant(graphpar.transform(model, (), call, tp=RANKS, sp=True), call),
-        "by hand": Variant(ByHand(model), call),
-        "DTensor, gathered logits": Variant(peer(gather=True), peer_call),
-        "DTensor, loss_parallel": Variant(peer(gather=False), peer_call, loss_parallel),
+        name: {
+            kind: {part: 1000 * statistics.median(v[2:]) for part, v in times.items()}
+            for kind, times in (("wall", variant.seconds), ("cpu", variant.cpu_seconds))
+        }
+        for name, variant in runs.items()
     }
 
 
-def worker(rank: int, store: str, names: list[str], results: Any) -> None:
+def step(size: Size, mesh: DeviceMesh, steps: int, profile: bool) -> Section:
+    runs = variants(size, mesh)
+    for variant in runs.values():
+        variant.check(runs[ONE])
+    found: Section = {"times": interleaved(runs, steps, dist.barrier)}
+    if profile:
+        chosen = (OURS, FLOOR, *PEERS)
+        found["profile"] = {name: profiled(runs[name], dist.barrier) for name in chosen}
+    return found
+
+
+def compiled(size: Size, mesh: DeviceMesh, steps: int, profile: bool) -> Section:
+    """graphpar must compile to one graph; of the peer, breaks are counted or the error is kept."""
+    alone = Variant(Loss(size.build()), size.call())
+    ours = graphpar.transform(Loss(size.build()), (), size.call(), tp=mesh.size(), sp=True)
+    theirs = peer(size, mesh, gather=True)
+    whole = torch.compile(ours, fullgraph=True)
+    pair = {
+        OURS: Variant(whole, size.call(), optimizers={}),
+        "DTensor, gathered logits": Variant(
+            torch.compile(theirs.model), theirs.call, optimizers={}
+        ),
+    }
+    breaks: dict[str, object] = {}
+    for name, variant in list(pair.items()):
+        torch._dynamo.utils.counters.clear()
+        try:
+            variant.check(alone)
+            breaks[name] = sum(torch._dynamo.utils.counters["graph_break"].values())
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if name == OURS:
+                raise
+            breaks[name] = f"does not compile ({str(error).splitlines()[0]})"
+            del pair[name]
+    return {"times": interleaved(pair, steps, dist.barrier), "graph breaks": breaks}
+
+
+def one(size: Size, steps: int) -> Section:
+    call = size.call()
+    runs = {
+        "unmodified": Variant(Loss(size.build()), call),
+        OURS: Variant(graphpar.transform(Loss(size.build()), (), call, tp=1), call),
+    }
+    runs[OURS].check(runs["unmodified"])
+    return {"times": interleaved(runs, steps, lambda: None)}
+
+
+def worker(rank: int, store: str, ranks: int, jobs: list[tuple[Any, ...]], results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    for name in names:
-        size = SIZES[name]
-        runs = variants(size, mesh)
-        for variant in runs.values():
-            variant.check(runs["single"])
-        order, shuffle = list(runs.values()), random.Random(0).shuffle  # the same on each rank
-        for _ in range(size.steps + 2):
-            shuffle(order)
-            for variant in order:
-                variant.step()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    for name, part, steps, profile in jobs:
+        run = {"step": step, "compile": compiled}[part]
+        found = run(SIZES[name], mesh, steps, profile)
         if rank == 0:
-            results[name] = {k: (v.seconds[2:], v.cpu_seconds[2:]) for k, v in runs.items()}
+            results[name, part] = found
     dist.destroy_process_group()
 
 
-# --- the report ---------------------------------------------------------------------------------
-
-
-def measure(names: list[str]) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
-    """Seconds and CPU seconds of each step, by size and variant."""
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, str, int, Section]]:
+    """(size, part, ranks, what was measured)"""
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder, mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (str(Path(folder, "store")), names, results), nprocs=RANKS)
-        return dict(results)
+    torch.set_num_threads(1)
+    for part in options.part:
+        jobs = [(n, part, options.steps or SIZES[n].steps, options.profile) for n in options.size]
+        if part == "one":
+            for name, _, steps, _ in jobs:
+                yield name, part, 1, one(SIZES[name], steps)
+            continue
+        with tempfile.TemporaryDirectory() as folder, mp.get_context("spawn").Manager() as manager:
+            results = manager.dict()
+            arguments = (str(Path(folder, "store")), options.ranks, jobs, results)
+            mp.spawn(worker, arguments, nprocs=options.ranks)
+            for (name, _), found in dict(results).items():
+                yield name, part, options.ranks, found
+
+
+# --- ratios ---------------------------------------------------------------------------------------
+
+
+def total(times: Section, optimizer: str = "", kind: str = "wall") -> float:
+    """ms of forward and backward, and of an optimizer if one is named."""
+    return times[kind]["backward"] + (times[kind][optimizer] if optimizer else 0.0)
+
+
+def ratios(part: str, times: Section) -> dict[str, float]:
+    """By wall clock, and by the CPU time of a rank's main thread."""
+    base = {"step": FLOOR, "one": "unmodified", "compile": ""}[part]
+    peers = [name for name in times if name in PEERS]
+    found = {}
+    for kind in ("wall", "cpu"):
+        for optimizer in ("", *(OPTIMIZERS if part != "compile" else ())):
+            ours = total(times[OURS], optimizer, kind)
+            name = f"{optimizer or 'forward and backward'}, {kind}"
+            if base:
+                found[f"graphpar / {base}, {name}"] = ours / total(times[base], optimizer, kind)
+            if peers:
+                best = min(total(times[p], optimizer, kind) for p in peers)
+                found[f"DTensor / graphpar, {name}"] = best / ours
+    return found
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def shown(section: Section) -> str:
+    """A section as markdown."""
+    times, part, names = section["times"], section["part"], list(section["ratios"])
+    columns = ["backward", *(OPTIMIZERS if part != "compile" else ())]
+    head = ["step, ms", "forward + backward", *columns[1:], "CPU of a rank's main thread"]
+    rows = [
+        [name, *(f"{t['wall'][c]:.1f}" for c in columns), f"{t['cpu']['backward']:.1f}"]
+        for name, t in times.items()
+    ]
+    text = f"{section['words']}\n\n{section['date']}. {section['machine']}.\n\n"
+    text += table(head, rows) + "\n\n"
+    text += table(["ratio", ""], [[name, f"{section['ratios'][name]:.3f}"] for name in names])
+    if "graph breaks" in section:
+        counts = section["graph breaks"]
+        text += "\n\nGraph breaks: " + ", ".join(f"{k} {v}" for k, v in counts.items()) + "."
+    for name, kinds in section.get("profile", {}).items():
+        rows = [[k, f"{v['ms']:.1f}", f"{v['calls']:.0f}"] for k, v in kinds.items()]
+        text += f"\n\n{name}, a step under the profiler (it slows Python most):\n\n"
+        text += table(["kind", "ms", "calls"], rows)
+    return text
+
+
+def words(size: Size, part: str, ranks: int) -> str:
+    sizes = ", ".join(f"{k} {v}" for k, v in asdict(size).items() if k not in ("target", "steps"))
+    what = {
+        "step": f"tp={ranks}, sp=True; aims: graphpar at most 1.05 of the floor, "
+        f"DTensor at least {size.target} of graphpar",
+        "one": "one process, tp=1; aim: at most 1.02",
+        "compile": f"tp={ranks}, sp=True, torch.compile (inductor)",
+    }[part]
+    return f"{sizes}; {what}."
+
+
+def merged(sections: Mapping[str, Section]) -> dict[str, Section]:
+    """What results/train_step.json has, with ``sections`` in place of what it had of them."""
+    kept = RESULTS / "train_step.json"
+    known: dict[str, Section] = json.loads(kept.read_text()) if kept.exists() else {}
+    order = [f"{n}, {p}, {r}" for n in SIZES for p in PARTS for r in (2, 4, 1)]
+    found = {**known, **sections}
+    return {key: found[key] for key in sorted(found, key=order.index)}
+
+
+def write(sections: Mapping[str, Section]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "train_step.json").write_text(json.dumps(sections, indent=1) + "\n")
+    parts = [f"## {key.capitalize()} ranks\n\n{shown(s)}" for key, s in sections.items()]
+    text = (
+        "# Training step of a small Llama on gloo ranks\n\nfloat32, one thread a rank; loss and "
+        f"gradients of each equal those of one process to {TOLERANCE}. Medians of interleaved "
+        f"steps. `{FLOOR_KEEPS}` and `{KEEPS}` are a pair, as `{FLOOR}` and `{OURS}` are.\n\n"
+    )
+    (RESULTS / "train_step.md").write_text(text + "\n\n".join(parts) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=[*SIZES], action="append", help="default: all")
-    names = parser.parse_args().size or [*SIZES]
-    parts = []
-    for name, steps in measure(names).items():
-        size = SIZES[name]
-        median = {k: 1000 * statistics.median(v) for k, (v, _) in steps.items()}
-        cpu = {k: 1000 * statistics.median(v) for k, (_, v) in steps.items()}
-        peers = [k for k in median if k.startswith("DTensor")]
-        ratio = min(median[k] for k in peers) / median["graphpar"]
-        words = ", ".join(f"{k} {v}" for k, v in asdict(size).items() if k != "target")
-        rows = [
-            [
-                k,
-                f"{median[k]:.1f}",
-                f"{median[k] / median['graphpar']:.2f}",
-                f"{cpu[k]:.1f}",
-                f"{cpu[k] / cpu['graphpar']:.2f}",
-            ]
-            for k in steps
-        ]
-        head = ["step", "median ms", "of graphpar", "CPU ms of a rank", "of graphpar"]
-        parts.append(
-            f"## {name.capitalize()}: {words}\n\n"
-            + table(head, rows)
-            + f"\n\nThe faster peer / graphpar: **{ratio:.2f}** (target {size.target})."
-        )
-    report(
-        "train_step",
-        "Training step of a small Llama on two gloo ranks",
-        "float32, tp=2, sp=True, one thread a rank, forward + backward + AdamW; loss and "
-        f"gradients of each equal the single process's to {TOLERANCE}.\n\n" + "\n\n".join(parts),
-    )
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: step")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
+    parser.add_argument("--steps", type=int, help="instead of the size's own number")
+    parser.add_argument("--profile", action="store_true", help=f"time by kind: {', '.join(KINDS)}")
+    parser.add_argument("--json", type=Path, help="a file for the ratios")
+    parser.add_argument("--dry", action="store_true", help="print, and keep no results")
+    options = parser.parse_args()
+    options.size, options.part = options.size or [*SIZES], options.part or ["step"]
+    if "compile" in options.part and shutil.which("g++") is None:
+        raise SystemExit("part compile: inductor needs g++")
+    sections: dict[str, Section] = {}
+    for name, part, ranks, found in measure(options):
+        section = {
+            "part": part,
+            "words": words(SIZES[name], part, ranks),
+            "date": str(datetime.datetime.now(datetime.UTC).date()),
+            "machine": machine(),
+            "ratios": ratios(part, found["times"]),
+            **found,
+        }
+        sections[f"{name}, {part}, {ranks}"] = section
+        print(f"## {name}, {part}, {ranks}\n\n{shown(section)}\n", flush=True)
+    if not options.dry:
+        with contextlib.suppress(BrokenPipeError):
+            write(merged(sections))
+    if options.json is not None:
+        options.json.write_text(json.dumps({k: s["ratios"] for k, s in sections.items()}, indent=1))
 
 
 if __name__ == "__main__":

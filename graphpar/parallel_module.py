@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphpar.errors import CheckpointError, GraphparError, InputError, MeshError
 from graphpar.interpret import autocast_off, model_state
+from graphpar.local import local
 from graphpar.mesh import default_device, process_count
 from graphpar.ops.agree import check_agreement, meet
 from graphpar.ops.kernels import name_on_rank
@@ -26,7 +27,6 @@ from graphpar.runtime import (
     Container,
     collector_paused,
     compile_program,
-    local,
     mirror,
     place,
     select,
@@ -39,12 +39,14 @@ from graphpar.state import (
     in_pieces,
     is_native,
     moved,
+    named_state,
     packed_types,
+    show_whole_gradient,
     unpadded,
     unsharded,
     with_full_tensor,
 )
-from graphpar.trace import Tracer, bind, call_key, flatten, unflatten
+from graphpar.trace import Tracer, bind, call_key, flatten, signature_of, unflatten
 from graphpar.trace.fold import draws
 from graphpar.trace.skeleton import all_on_meta, hollow_on, on_meta, skeleton
 from graphpar.types import I, Shard, Type
@@ -60,6 +62,8 @@ class Variant:
 
     stages: Mapping[str, Program]
     forward: Callable[..., list[Any]]
+    draws: bool
+    """Whether masks come from the generator of each rank."""
 
     @property
     def program(self) -> Program:
@@ -92,12 +96,15 @@ class ParallelModule(Container):
         self._started: set[int] = set()
         # In lists, so that they do not register as submodules.
         self._originals: list[nn.Module] = [model]
-        self._sources: list[nn.Module] = [model if not on_meta(model) else all_on_meta(model)]
+        self._empty = on_meta(model)
+        self._sources: list[nn.Module] = [all_on_meta(model) if self._empty else model]
+        self._signature = signature_of(model)
         self._roots: list[Container] = [mirror(model)]
         self._modules = self._roots[0]._modules
         self._parameters = self._roots[0]._parameters
         self._buffers = self._roots[0]._buffers
         self.training = model.training
+        self._flagged = list(self.modules())
 
     @property
     def _source(self) -> nn.Module:
@@ -108,8 +115,8 @@ class ParallelModule(Container):
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
         """The variant for such a call, traced now if it is new; its tensors are ordinary ones."""
-        args, kwargs = bind(self._source, args, kwargs)
-        if on_meta(self._source):
+        args, kwargs = bind(self._signature, args, kwargs)
+        if self._empty:
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         key = self._key(args, kwargs)
         if key not in self._variants:
@@ -121,7 +128,7 @@ class ParallelModule(Container):
         return call_key(args, kwargs), self._flags()
 
     def _flags(self) -> Hashable:
-        return tuple(module.training for module in self.modules())
+        return tuple([module.training for module in self._flagged])
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
         known = None if self._first is None else self._first.program.state
@@ -133,7 +140,8 @@ class ParallelModule(Container):
         if self._mesh is not None and self._tp > 1:
             check_agreement(program_hash(program), self._group, "program", _summary(program))
         rank, _ = self.place_in_mesh()
-        variant = Variant(stages, compile_program(program, self._own_group, rank))
+        forward = compile_program(program, self._own_group, rank)
+        variant = Variant(stages, forward, any(map(_draws, program.graphs())))
         if self._first is None:
             self._first = variant
             self._adopt(program)
@@ -163,13 +171,13 @@ class ParallelModule(Container):
         memo: dict[int, Tensor] = {}
         buffers = {id(b) for b in model.buffers()}
         persistent = set(model.state_dict(keep_vars=True))
-        for name, value in _named_state(model):
+        for name, value in named_state(model):
             if id(value) not in memo:
                 memo[id(value)] = self._own(value, kinds[name].type, id(value) in buffers)
             place(self, name, memo[id(value)], persistent=name in persistent)
         self._show_whole()
         self._originals[0] = skeleton(model)
-        if not on_meta(self._source):
+        if not self._empty:
             self._sources[0] = self._originals[0]
         self.register_load_state_dict_pre_hook(_take_whole_tensors)  # type: ignore[no-untyped-call]
 
@@ -192,7 +200,7 @@ class ParallelModule(Container):
             if isinstance(parameter, DTensor) and not is_native(kinds.get(name, I)):
                 with_full_tensor(parameter, kinds[name])
                 if parameter.requires_grad:
-                    hook = partial(_show_whole_gradient, kinds[name])
+                    hook = partial(show_whole_gradient, kinds[name])
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
@@ -213,12 +221,12 @@ class ParallelModule(Container):
                 f"torchrun --nproc-per-node {self._tp}, or read, print and simulate the program "
                 "without calling it"
             )
-        if self._first is not None and on_meta(self._source):
+        if self._first is not None and self._empty:
             raise GraphparError(
                 "the model is on the meta device, without values: call load_safetensors, "
                 "load_checkpoint, or allocate and load_state_dict"
             )
-        args, kwargs = bind(self._source, args, kwargs)
+        args, kwargs = bind(self._signature, args, kwargs)
         key = self._key(args, kwargs)
         variant = self._variants.get(key) or self.prepare(args, kwargs)
         program = variant.program
@@ -233,17 +241,16 @@ class ParallelModule(Container):
 
     def _check_random_state(self, variant: Variant) -> None:
         """Before its first run: ranks that draw masks must draw the same ones."""
-        if self._mesh is None or self._tp == 1 or id(variant) in self._started:
+        if self._tp == 1 or self._mesh is None or not variant.draws:
+            return
+        if id(variant) in self._started:
             return
         self._started.add(id(variant))
-        graphs = [graph for _, graph in variant.program.graphs()]
-        own = torch.ops.graphpar.dropout.default
-        if any(draws(node) or node.target is own for graph in graphs for node in graph.nodes):
-            state = torch.get_rng_state()
-            if self._mesh.device_type == "cuda":
-                state = torch.cuda.get_rng_state()
-            digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
-            check_agreement(digest, self._group, "random state", "call torch.manual_seed")
+        state = torch.get_rng_state()
+        if self._mesh.device_type == "cuda":
+            state = torch.cuda.get_rng_state()
+        digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
+        check_agreement(digest, self._group, "random state", "call torch.manual_seed")
 
     # --- memory ---
 
@@ -256,7 +263,7 @@ class ParallelModule(Container):
             CheckpointError: buffers that no checkpoint holds have no values.
         """
         self._known()
-        if not on_meta(self._source):
+        if not self._empty:
             return
         where = torch.device(device) if device is not None else default_device()
         lost = [n for n, s in self.program.state.items() if s.kind == "buffer" and not s.persistent]
@@ -268,12 +275,13 @@ class ParallelModule(Container):
             )
         memo: dict[int, Tensor] = {}
         persistent = set(self.state_dict())
-        for name, value in list(_named_state(self)):
+        for name, value in list(named_state(self)):
             if id(value) not in memo:
                 memo[id(value)] = moved(value, where)
             place(self, name, memo[id(value)], persistent=name in persistent)
         self._show_whole()
         self._sources[0] = self._originals[0] = hollow_on(self._originals[0], where)
+        self._empty = False
         self._variants.clear()
         self._tracer = Tracer(self._tracer.mode)
 
@@ -283,7 +291,7 @@ class ParallelModule(Container):
         place = self.place_in_mesh()
         return {
             name: unpadded(local(value).detach(), kinds.get(name, I), *place)
-            for name, value in _named_state(self)
+            for name, value in named_state(self)
         }
 
     def place_in_mesh(self) -> tuple[int, int]:
@@ -337,7 +345,7 @@ class ParallelModule(Container):
         states = list(self._known().program.state.values())
         names = list(self.state_dict())
         with unsharded(self):
-            values = dict(_named_state(self))
+            values = dict(named_state(self))
             return full_state({name: values[name] for name in names}, states, self._mesh)
 
     # --- until traced ---
@@ -360,17 +368,9 @@ class ParallelModule(Container):
         return found
 
 
-def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All names of all parameters and buffers, module by module, as a state dict orders them."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _show_whole_gradient(kind: Shard, parameter: Tensor) -> None:
-    if isinstance(parameter.grad, DTensor):
-        with_full_tensor(parameter.grad, kind)
+def _draws(named: tuple[str, fx.Graph]) -> bool:
+    own = torch.ops.graphpar.dropout.default
+    return any(draws(node) or node.target is own for node in named[1].nodes)
 
 
 def _summary(program: Program) -> str:

@@ -40,7 +40,8 @@ aten = torch.ops.aten
 inf, nan = float("inf"), float("nan")
 """
 
-_GLOBALS = {"aten", "device", "forward", "inf", "local", "nan", "ops", "self", "torch", "tp"}
+_GLOBALS = {"aten", "device", "forward", "inf", "nan", "ops", "self", "torch", "tp"}
+_GLOBALS |= {"local", "local_all"}
 _GLOBALS |= {"run", "hold"}  # in regions
 
 _SHORT = {
@@ -163,6 +164,8 @@ def _calls(program: Program, block: str) -> str:
 
 def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
     def show(value: Any) -> str:
+        if rank is not None and _is_state_alone(value):
+            return f"local_all({', '.join(map(attribute_of, value))})"
         return expression(of_rank(value, rank) if rank is not None else value, named)
 
     def named(node: fx.Node) -> str:
@@ -230,6 +233,19 @@ def _state(node: fx.Node, rank: int | None, ranks: int) -> str:
     if isinstance(kind, Shard) and kind.units:
         return f"local({attribute}, {kind.dim}, {local_size(kind, rank, ranks)})"
     return f"local({attribute})"
+
+
+def _is_state_alone(value: Any) -> bool:
+    """Whether an argument is several parameters, none of them padded: they are read at once."""
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        return False
+    return all(
+        isinstance(v, fx.Node)
+        and v.op == "get_attr"
+        and not is_constant(str(v.target))
+        and not getattr(info(v).type, "units", 0)
+        for v in value
+    )
 
 
 def attribute_of(node: fx.Node) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from graphpar.local import local, local_all
 from graphpar.printer import format_python
 from graphpar.program import Program
 
@@ -99,17 +99,15 @@ def compile_program(program: Program, group: str = "tp", rank: int = 0) -> Calla
     text = format_python(program, rank=rank)
     path = f"<graphpar {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    space: dict[str, Any] = {"tp": group, "local": local, **program.constants}
+    space: dict[str, Any] = {
+        "tp": group,
+        "local": local,
+        "local_all": local_all,
+        **program.constants,
+    }
     exec(compile(text, path, "exec"), space)
     forward: Callable[..., list[Any]] = space["forward"]
     return forward
-
-
-def local(value: Tensor, dim: int = 0, size: int = -1) -> Tensor:
-    """What this rank holds of a parameter: of dimension ``dim`` the first ``size``, without the
-    padding behind."""
-    part = value.to_local() if isinstance(value, DTensor) else value
-    return part if size < 0 else part.narrow(dim, 0, size)
 
 
 def select(leaves: Sequence[Any], program: Program) -> list[Any]:

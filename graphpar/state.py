@@ -231,3 +231,16 @@ def full_state(
                 done[key] = value.clone()
         full[name] = done[key]
     return full
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All names of all parameters and buffers, module by module, as a state dict orders them."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None:
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def show_whole_gradient(kind: Shard, parameter: Tensor) -> None:
+    if isinstance(parameter.grad, DTensor):
+        with_full_tensor(parameter.grad, kind)

@@ -26,6 +26,7 @@ all_to_all     Shard → Shard         all-to-all       all-to-all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -69,6 +70,7 @@ __all__ = [
 ]
 
 _ops = torch.ops.graphpar
+_direct = SimpleNamespace(**library.DIRECT)
 
 
 def convert(x: Tensor, group: str) -> Tensor:
@@ -77,7 +79,7 @@ def convert(x: Tensor, group: str) -> Tensor:
     ``x`` [any shape] → the same shape. The gradient that arrives is Partial, the one that leaves
     is Invariant.
     """
-    return _ops.convert.default(x, group)  # type: ignore[no-any-return]
+    return _direct.convert(x, group)  # type: ignore[no-any-return]
 
 
 def all_reduce(x: Tensor, dst: Literal["I", "R"], group: str) -> Tensor:
@@ -86,7 +88,7 @@ def all_reduce(x: Tensor, dst: Literal["I", "R"], group: str) -> Tensor:
     ``x`` [any shape] → the same shape, summed over the group. To Replicate, backward all-reduces
     the Partial gradient.
     """
-    return _ops.all_reduce.default(x, dst, group)  # type: ignore[no-any-return]
+    return _direct.all_reduce(x, dst, group)  # type: ignore[no-any-return]
 
 
 def all_gather(
@@ -96,7 +98,7 @@ def all_gather(
 
     ``x`` [..., sum(blocks) / t, ...] → [..., sum(blocks), ...] at dimension ``dim``.
     """
-    return _ops.all_gather.default(x, dim, blocks, dst, group, units)  # type: ignore[no-any-return]
+    return _direct.all_gather(x, dim, blocks, dst, group, units)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(
@@ -106,7 +108,7 @@ def reduce_scatter(
 
     ``x`` [..., sum(blocks), ...] → [..., sum(blocks) / t, ...] at dimension ``dim``.
     """
-    return _ops.reduce_scatter.default(x, dim, blocks, group, units)  # type: ignore[no-any-return]
+    return _direct.reduce_scatter(x, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def all_to_all(
@@ -124,7 +126,7 @@ def all_to_all(
     ``x`` [..., sum(src_blocks) / t, ..., sum(dst_blocks), ...] →
     [..., sum(src_blocks), ..., sum(dst_blocks) / t, ...].
     """
-    return _ops.all_to_all.default(  # type: ignore[no-any-return]
+    return _direct.all_to_all(  # type: ignore[no-any-return]
         x, src_dim, src_blocks, dst_dim, dst_blocks, group, src_units, dst_units
     )
 
@@ -137,7 +139,7 @@ def shard(
     ``x`` [..., sum(blocks), ...] → a copy of this rank's [..., sum(blocks) / t, ...]; nothing is
     communicated forward.
     """
-    return _ops.shard.default(x, src, dim, blocks, group, units)  # type: ignore[no-any-return]
+    return _direct.shard(x, src, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0) -> Tensor:
@@ -145,7 +147,7 @@ def pad(x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0) 
 
     ``x`` [..., sum(blocks) / t, ...] → [..., sum(blocks), ...] at dimension ``dim``.
     """
-    return _ops.pad.default(x, dim, blocks, group, units)  # type: ignore[no-any-return]
+    return _direct.pad(x, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def gather_linear(
@@ -167,7 +169,7 @@ def gather_linear(
     ``keep``: autograd keeps the gathered tensor instead, as the second run of a recomputed region
     does.
     """
-    return _ops.gather_linear.default(  # type: ignore[no-any-return]
+    return _direct.gather_linear(  # type: ignore[no-any-return]
         x, weights, biases, dim, blocks, group, units, keep
     )
 
@@ -180,7 +182,7 @@ def convert_linear(
     ``x`` [..., k], weights [n, k], biases [n] or None (none at all: no bias) → for each weight
     [..., n]. The all-reduce of the gradient of ``x`` runs beside the gradients of the weights.
     """
-    return _ops.convert_linear.default(x, weights, biases, group)  # type: ignore[no-any-return]
+    return _direct.convert_linear(x, weights, biases, group)  # type: ignore[no-any-return]
 
 
 def linear_scatter(
@@ -197,12 +199,12 @@ def linear_scatter(
     ``x`` [..., k], ``weight`` [n, k], ``bias`` [n] Replicate → [..., n] laid out at ``dim``. The
     gather of the gradient runs while that of the bias is computed.
     """
-    return _ops.linear_scatter.default(x, weight, bias, dim, blocks, group, units)  # type: ignore[no-any-return]
+    return _direct.linear_scatter(x, weight, bias, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def convert_many(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """:func:`convert` of each tensor; backward makes one all-reduce of all gradients of a dtype."""
-    return _ops.convert_many.default(xs, group)  # type: ignore[no-any-return]
+    return _direct.convert_many(xs, group)  # type: ignore[no-any-return]
 
 
 def dropout(
@@ -233,7 +235,7 @@ def embedding(
     of other ranks (and for those outside the table). The gradient is that of the own rows, zero
     for ``padding_idx``. Megatron-LM's vocabulary-parallel embedding (Shoeybi et al. 2019, §3).
     """
-    return _ops.embedding.default(  # type: ignore[no-any-return]
+    return _direct.embedding(  # type: ignore[no-any-return]
         weight, indices, padding_idx, scale_grad_by_freq, sparse, dim, blocks, group, units
     )
 
@@ -253,7 +255,7 @@ def gather(
     ``x`` [..., sum(blocks) / t, ...], ``index`` of places in the whole dimension → the index's
     shape, zero where other ranks hold the element.
     """
-    return _ops.gather.default(x, gather_dim, index, sparse_grad, dim, blocks, group, units)  # type: ignore[no-any-return]
+    return _direct.gather(x, gather_dim, index, sparse_grad, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def log_softmax(
@@ -270,7 +272,7 @@ def log_softmax(
     ``x`` [..., sum(blocks) / t, ...] → the same shape. Forward all-reduces a maximum and a sum
     without that dimension, backward a sum.
     """
-    return _ops.log_softmax.default(x, softmax_dim, dtype, dim, blocks, group, units)  # type: ignore[no-any-return]
+    return _direct.log_softmax(x, softmax_dim, dtype, dim, blocks, group, units)  # type: ignore[no-any-return]
 
 
 def cross_entropy(
@@ -293,7 +295,7 @@ def cross_entropy(
     softmax less the (smoothed) targets on the classes held (Shoeybi et al. 2019, §3). float32
     inside where ``x`` is narrower.
     """
-    return _ops.cross_entropy.default(  # type: ignore[no-any-return]
+    return _direct.cross_entropy(  # type: ignore[no-any-return]
         x, target, weight, reduction, ignore_index, label_smoothing, dim, blocks, group, units
     )
 
@@ -313,7 +315,7 @@ def nll_loss(
 
     Shapes as in :func:`cross_entropy`, but ``weight`` is whole. No communication.
     """
-    return _ops.nll_loss.default(  # type: ignore[no-any-return]
+    return _direct.nll_loss(  # type: ignore[no-any-return]
         x, target, weight, reduction, ignore_index, dim, blocks, group, units
     )
 

@@ -58,7 +58,12 @@ def _conversion(source: Type, target: Type, group: str) -> _Conversion:
 def _start(op: torch._ops.OpOverload, args: tuple[Any, ...], x: Tensor) -> Finish:
     if torch.is_grad_enabled():  # a gradient that has derivatives itself
         return partial(op, x, *args)
-    return start(op._schema.name.removeprefix("graphpar::"), x, *args)
+    return start(_name(op), x, *args)
+
+
+@lru_cache
+def _name(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.removeprefix("graphpar::")
 
 
 def _plainly(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +210,12 @@ def _of_input(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tens
     for grad, weight in zip(grads, weights, strict=True):
         if grad is not None:
             shape, rows = grad.shape[:-1], _rows(grad)
-            total = rows.mm(weight) if total is None else torch.addmm(total, rows, weight)
+            if total is None:
+                total = rows.mm(weight)
+            elif torch.is_grad_enabled():
+                total = torch.addmm(total, rows, weight)
+            else:
+                total.addmm_(rows, weight)
     assert total is not None  # autograd calls no backward without a gradient
     return total.reshape(*shape, total.size(-1))
 

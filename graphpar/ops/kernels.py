@@ -78,14 +78,15 @@ def start_all_gather(
     layout, _, ranks = _place(x, dim, blocks, units, group, local=True)
     x = _padded(x, layout, ranks).contiguous()
     sent = _c10d.all_gather_into_tensor.default(x, ranks, plain_name(group))
-    return lambda: _whole(_wait(sent).unflatten(0, (ranks, -1)), layout, ranks)
+    shape = (ranks, *x.shape)
+    return lambda: _whole(_wait(sent).view(shape), layout, ranks)
 
 
 def start_reduce_scatter(
     x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0
 ) -> Finish:
     layout, rank, ranks = _place(x, dim, blocks, units, group)
-    parts, name, dtype = _by_rank(x, layout, ranks), plain_name(group), x.dtype
+    parts, name = _by_rank(x, layout, ranks), plain_name(group)
     gloo = _is_gloo(process_group(group), x.device)
     if gloo:
         sizes = [parts.size(0) // ranks] * ranks
@@ -96,7 +97,7 @@ def start_reduce_scatter(
     def finish() -> Tensor:
         found: Tensor = _wait(sent)
         if gloo:
-            found = found.unflatten(0, (ranks, -1)).sum(0, dtype=dtype)
+            found = found.view(ranks, -1, *found.shape[1:]).sum(0, dtype=found.dtype)
         return _unpadded(found, layout, rank, ranks).contiguous()
 
     return finish
@@ -120,7 +121,7 @@ def all_to_all(
     source, rank, ranks = _place(x, src_dim, src_blocks, src_units, group, local=True)
     target = Shard(dst_dim, tuple(dst_blocks), dst_units)
     whole = sum(src_blocks) if src_dim == dst_dim else x.size(dst_dim)
-    _check(target, whole, sum(dst_blocks), ranks)
+    _check(target, whole, _sizes(target, rank, ranks)[1], ranks)
     if src_dim == dst_dim:
         return _relayout(x, source, target, rank, ranks, group)
     sent = _by_rank(_padded(x, source, ranks), target, ranks)
@@ -207,18 +208,27 @@ def _place(
     """
     rank, ranks = rank_and_size(group)
     layout = Shard(dim, tuple(blocks), units)
-    size = local_size(layout, rank, ranks) if local else sum(blocks)
-    _check(layout, x.size(dim), size, ranks)
+    part, whole = _sizes(layout, rank, ranks)
+    _check(layout, x.size(dim), part if local else whole, ranks)
     return layout, rank, ranks
 
 
+@lru_cache(maxsize=4096)
+def _sizes(layout: Shard, rank: int, ranks: int) -> tuple[int, int]:
+    """Of the rank's part and of the whole; -1 if there is no such layout."""
+    if any(block % (layout.units or ranks) for block in layout.blocks):
+        return -1, -1
+    return local_size(layout, rank, ranks), sum(layout.blocks)
+
+
 def _check(layout: Shard, size: int, wanted: int, ranks: int) -> None:
-    if size != wanted or any(block % (layout.units or ranks) for block in layout.blocks):
+    if size != wanted:
         raise InternalError(f"{layout} does not lay out {size} elements over {ranks} ranks")
 
 
 def _equal(layout: Shard) -> bool:
-    return len(set(layout.blocks)) == 1 and not layout.units
+    blocks = layout.blocks
+    return not layout.units and (len(blocks) == 1 or len(set(blocks)) == 1)
 
 
 def _padded(x: Tensor, layout: Shard, ranks: int) -> Tensor:
@@ -239,6 +249,9 @@ def _by_rank(x: Tensor, layout: Shard, ranks: int) -> Tensor:
         return torch.cat(parts).contiguous()
     if dim == 0 and len(blocks) == 1:
         return x.contiguous()
+    if len(blocks) == 1:
+        single: Tensor = x.unflatten(dim, (ranks, -1))
+        return single.movedim(dim, 0).flatten(0, 1).contiguous()
     if _equal(layout):
         whole: Tensor = x.unflatten(dim, (len(blocks), ranks, blocks[0] // ranks))
         return whole.movedim(dim + 1, 0).contiguous().flatten(dim + 1, dim + 2).flatten(0, 1)
@@ -255,8 +268,9 @@ def _whole(by_rank: Tensor, layout: Shard, ranks: int) -> Tensor:
     The result is new memory or that of the parts: at most one copy.
     """
     dim, blocks = layout.dim, layout.blocks
-    if _equal(layout) and len(blocks) == 1 and dim == 0:
-        return by_rank.flatten(0, 1).contiguous()
+    if len(blocks) == 1 and not layout.units:
+        parts_in_place = by_rank.movedim(0, dim) if dim else by_rank
+        return parts_in_place.flatten(dim, dim + 1).contiguous()
     if _equal(layout):
         places: Tensor = by_rank.unflatten(dim + 1, (len(blocks), blocks[0] // ranks))
         return places.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()

@@ -40,6 +40,16 @@ _SCHEMAS = {
 _library = torch.library.Library("graphpar", "DEF")
 
 
+def _direct(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, called without torch's dispatcher, which costs 20 us; compilers see the op."""
+    op: torch._ops.OpOverload = getattr(torch.ops.graphpar, name).default
+
+    def call(*args: Any) -> Any:
+        return op(*args) if torch.compiler.is_compiling() else run(*args)
+
+    return call
+
+
 def _below_autograd(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel without autograd's bookkeeping: its result is no view and may be written to."""
     guard = torch._C._AutoDispatchBelowADInplaceOrView
@@ -51,7 +61,7 @@ def _below_autograd(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _define(name: str, schema: str, kernel: Callable[..., Tensor]) -> None:
+def _define(name: str, schema: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     _library.define(schema)
     op: torch._ops.OpOverload = getattr(torch.ops.graphpar, name).default
     run = kernel if name == "convert" else _below_autograd(kernel)
@@ -80,10 +90,14 @@ def _define(name: str, schema: str, kernel: Callable[..., Tensor]) -> None:
     # Where no autograd key is active (inference mode), compilers look inside the op too.
     op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(kernel)
     torch.library.register_fake(f"graphpar::{name}", kernel, lib=_library)
+    return with_autograd
 
+
+DIRECT: dict[str, Callable[..., Any]] = {}
+"""The ops that run by their Python functions, whether autograd is on or off."""
 
 for _name, _schema in _SCHEMAS.items():
-    _define(_name, _schema, KERNELS[_name])
+    DIRECT[_name] = _direct(_name, _define(_name, _schema, KERNELS[_name]))
 
 _library.define(
     "dropout(Tensor x, float p, bool train, int dim, int[] blocks, str group, int units=0)"
@@ -129,10 +143,11 @@ def _compose(name: str) -> Callable[..., Tensor]:
 for _name, _schema in _SHARDED_SCHEMAS.items():
     _library.define(_schema)
     _library.impl(_name, _compose(_name), "CompositeImplicitAutograd")
+    DIRECT[_name] = _direct(_name, _compose(_name))
 
 # --- conversions and products as one op -----------------------------------------------------------
 
-_FUSED = {
+_FUSED: dict[str, tuple[str, Callable[..., Any]]] = {
     "gather_linear": (
         "gather_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int dim, int[] blocks,"
         " str group, int units=0, bool keep=False) -> Tensor[]",
@@ -152,6 +167,7 @@ _FUSED = {
 for _name, (_schema, _function) in _FUSED.items():
     _library.define(_schema)
     _library.impl(_name, _function, "CompositeImplicitAutograd")
+    DIRECT[_name] = _direct(_name, _function)
 _library.define("copy_after(Tensor x, Tensor anchor) -> Tensor")
 _library.impl("copy_after", fused.copy_after, "CompositeExplicitAutograd")
 torch.library.register_fake("graphpar::copy_after", fused.copy_after, lib=_library)

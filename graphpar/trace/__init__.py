@@ -6,7 +6,7 @@ module is called again its later calls carry a suffix: ``encoder.norm``, ``encod
 
 from __future__ import annotations
 
-from graphpar.trace.call import bind, call_key, example_inputs, flatten, unflatten
+from graphpar.trace.call import bind, call_key, example_inputs, flatten, signature_of, unflatten
 from graphpar.trace.program import trace
 from graphpar.trace.skeleton import skeleton
 from graphpar.trace.symbolic import Tracer
@@ -17,6 +17,7 @@ __all__ = [
     "call_key",
     "example_inputs",
     "flatten",
+    "signature_of",
     "skeleton",
     "trace",
     "unflatten",

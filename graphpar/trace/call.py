@@ -95,7 +95,18 @@ def call_key(
     count by identity. Without ``sizes`` a tensor's number of dimensions stands for its shape.
     """
     leaves, spec = flatten(args, kwargs)
-    return (spec, tuple(_leaf_key(leaf, sizes) for leaf in leaves), autocast_state())
+    return (_structure(spec), tuple(_leaf_key(leaf, sizes) for leaf in leaves), autocast_state())
+
+
+def _structure(spec: TreeSpec) -> Hashable:
+    """The structure in tuples: torch.compile cannot look up a ``TreeSpec`` in a dict."""
+    return spec.type, _in_tuples(spec.context), tuple(_structure(c) for c in spec.children())
+
+
+def _in_tuples(context: Any) -> Hashable:
+    if isinstance(context, (list, tuple)):
+        return tuple(_in_tuples(value) for value in context)
+    return context  # type: ignore[no-any-return]
 
 
 def _leaf_key(leaf: Any, sizes: bool) -> Hashable:

@@ -147,7 +147,9 @@ def with_the_rest(rank: int, group: str, backends: tuple[str, ...]) -> None:
             torch.compiler.reset()
             parallel.zero_grad()
             twin.zero_grad()
-            zoo.loss_of(torch.compile(parallel, backend=backend)(**kwargs)).backward()
+            zoo.loss_of(
+                torch.compile(parallel, backend=backend, fullgraph=True)(**kwargs)
+            ).backward()
             zoo.loss_of(twin(**kwargs)).backward()
             assert_gradients(parallel, twin)
     model, kwargs = zoo.build("gpt2", dropout=0.0)

@@ -22,7 +22,7 @@ from tests.distributed.harness import run_processes
 WIDTH = 8
 GATHER, SCATTER = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_to_all_single"
 SUM, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
-CALLS = (GATHER, SCATTER, SUM, WAIT, "aten::mm", "aten::addmm", "aten::sum")
+CALLS = (GATHER, SCATTER, SUM, WAIT, "aten::mm", "aten::addmm_", "aten::sum")
 
 
 def traced(run: Callable[[], object]) -> tuple[list[str], set[str]]:
@@ -41,7 +41,7 @@ def check_order(group: str) -> None:
     out = ops.gather_linear(x, [weight, other], [], 0, (8,), group)
     calls, works = traced(lambda: sum(y.sum() for y in out).backward())  # type: ignore[union-attr]
     calls = calls[calls.index(GATHER) :]
-    of_input = ["aten::mm", "aten::addmm"]
+    of_input = ["aten::mm", "aten::addmm_"]
     of_weights = ["aten::mm", "aten::mm"]
     assert calls == [GATHER, *of_input, SCATTER, WAIT, *of_weights, WAIT, "aten::sum"]
     assert works == {"gloo:all_gather", "gloo:all_to_all"}

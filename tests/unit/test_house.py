@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("codegen",),
     ("passes",),
     ("pipeline",),
-    ("mesh", "state", "runtime", "memory", "parallel_module", "api", "testing"),
+    ("mesh", "state", "local", "runtime", "memory", "parallel_module", "api", "testing"),
     ("checkpoint", "weights", "plan"),
     ("__init__",),
     ("cli", "__main__"),
