@@ -126,7 +126,7 @@ def wavefronts(plan: Plan, density: float) -> float:
         torch.from_numpy(mask.astype(np.float32)),
         gates=cell_of(plan.cell).gates,
         programs=plan.programs,
-        threads=plan.threads,
+        threads=plan.block_slots,
         value_type=torch.bfloat16,
     )
     return packed.wavefronts()

@@ -51,15 +51,22 @@ class _Part:
         self.slices = slices_of(batch, shape.columns)
         warps, shared_words = shape.warps, shape.shared_words
         self._packed = pack(
-            weight, gates=gates, programs=programs, threads=WARP * warps, value_type=TYPES[value]
+            weight,
+            gates=gates,
+            programs=programs,
+            threads=WARP * warps * shape.segments,
+            value_type=TYPES[value],
         )
         layout, device = self._packed.layout, weight.device
+        nonzeros = layout.depth * shape.segments
         self.specs = {
             size: FastSpec(
                 programs=len(layout.units),
                 warps=warps,
-                register_words=max(layout.depth - shared_words, 0),
-                shared_words=min(shared_words, layout.depth),
+                register_words=max(nonzeros - shared_words, 0),
+                shared_words=min(shared_words, nonzeros),
+                segments=shape.segments,
+                frugal=shape.frugal,
                 rows=power_of_two(layout.units.shape[1]),
                 slots=power_of_two(layout.slots.shape[2]),
                 value=value,

@@ -64,10 +64,10 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
     polls = [p for p in code.inner() if any(_is_strong_load(i) for i in p)]
     resident = resident_blocks(compiled)
     device = device_of(compiled.arch)
-    rows_at_once = max(1, compiled.threads // spec.slots)
+    rows_at_once = max(1, compiled.threads * spec.lane_slots // spec.slots)
     per_row = -(-spec.rows // rows_at_once)
     inputs = spec.batch * _inputs(spec) * per_row
-    wanted = spec.depth * spec.passes
+    wanted = spec.nonzeros * spec.passes
     faults = []
     if compiled.stack_bytes or any(o.startswith(("LDL", "STL")) for o in body):
         faults.append(f"spills: {compiled.stack_bytes} bytes of stack")

@@ -22,7 +22,7 @@ from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
-from graphpar.codegen.sparse_rnn.limits import REGISTER_WORDS, register_words
+from graphpar.codegen.sparse_rnn.limits import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.plan import Shape
 from graphpar.codegen.sparse_rnn.static_checks import Findings, check
 from graphpar.errors import CapacityError, InternalError
@@ -67,7 +67,12 @@ def run(
         schedule = Schedule(seed=seed, weak=True, shared=shared, patience=100)
         launch(getattr(module, spec.part), blocks, {**arguments, "SPIN": False}, schedule)
 
-    cut = Shape(warps=4, shared_words=options.pop("shared_words", 0))
+    cut = Shape(
+        warps=4,
+        shared_words=options.pop("shared_words", 0),
+        segments=options.pop("segments", 1),
+        frugal=options.pop("frugal", False),
+    )
     fast = Fast(weight, cell, batch, launch=start, programs=programs, shape=cut, **options)
     for exchange in fast.exchanges:
         exchange.words.random_(-(2**62), 0)
@@ -114,9 +119,11 @@ def test_equals_the_products(cell: str, tmp_path: Path) -> None:
         ("gru", {"value": "fp16", "shared_words": 2, "batch": 2, "backward": True}),
         ("gru", {"batch": 6, "sync": "counter", "reverse": True, "backward": True}),
         ("rnn_tanh", {"batch": 9, "hidden": 20, "launches": 2, "backward": True}),
+        ("lstm", {"segments": 2, "hidden": 130, "shared_words": 3, "backward": True}),
+        ("gru", {"segments": 4, "frugal": True, "batch": 5, "programs": 1, "backward": True}),
     ],
     ids=["two passes, shared words", "one column", "eight columns", "large", "fp16, counter",
-         "fp16, shared words", "counter", "slices"],
+         "fp16, shared words", "counter", "slices", "two segments", "four segments, frugal"],
 )  # fmt: skip
 def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
     worst = run(cell, tmp_path, **options)
@@ -126,7 +133,7 @@ def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cell", "options"),
     [
-        ("lstm", {"batch": 3, "shared_words": 3}),
+        ("lstm", {"batch": 3, "shared_words": 3, "segments": 2, "frugal": True}),
         ("gru", {"batch": 1, "sync": "counter", "launches": 2}),
         ("rnn_relu", {"batch": 5, "sync": "counter", "reverse": True}),
         ("rnn_tanh", {"batch": 9, "hidden": 20}),
@@ -158,6 +165,8 @@ def test_many_schedules(cell: str, value: str, sync: str, seed: int, tmp_path: P
         sync=sync,
         reverse=bool(seed % 2),
         shared_words=seed % 3,
+        segments=1 << seed // 4 % 3,
+        frugal=seed % 3 == 1,
         backward=True,
     )
     assert max(worst.values()) < (1e-5 if value == "fp32" else LIMIT), worst
@@ -335,30 +344,35 @@ def test_spills_and_grids_are_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("part", "value"), REGISTER_WORDS)
-def test_full_sizes(part: Any, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", REGISTER_WORDS, ids=lambda key: "-".join(map(str, key)))
+def test_full_sizes(key: tuple[Any, Any, int, bool, str], tmp_path: Path) -> None:
     """The most words in registers that the planner counts on, with every cell's own work."""
-    large = replace(SPEC, part=part, value=value, hidden=2304, programs=108, slots=8, save=True)
+    part, value, warps, frugal, name = key
+    large = replace(SPEC, part=part, value=value, hidden=2304, programs=108, rows=64, save=True)
     specs = [
         replace(
             large,
             cell_name=cell,
             warps=warps,
             batch=batch,
+            slots=8,
+            frugal=frugal,
             register_words=words,
             shared_words=8,
         )
-        for warps in REGISTER_WORDS[part, value]
         for cell in sorted(CELLS)
-        for batch in (2, 4, 8)
-        if (words := register_words(cell, part, value, warps, batch))
+        if cell.startswith(name)
+        for batch, words in zip((2, 4, 8), REGISTER_WORDS[key], strict=True)
+        if words
     ]
-    found = findings(specs, tmp_path, ("sm_80", "sm_90"))
-    # The states of wide backwards take more than a block has: see the planner.
-    faults = [
-        [f for f in each.faults if "resident" not in f or each.registers > 255] for each in found
-    ]
-    assert faults == [[]] * len(faults)
+    for place, arch in enumerate(("sm_80", "sm_90", "sm_100")):
+        found = findings(specs[place::3], tmp_path, (arch,))
+        # The states of wide backwards take more than a block has: see the planner.
+        faults = [
+            [f for f in each.faults if "resident" not in f or each.registers > 255]
+            for each in found
+        ]
+        assert faults == [[]] * len(faults)
 
 
 def test_the_file_says_what_it_is_for() -> None:
