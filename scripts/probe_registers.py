@@ -4,7 +4,7 @@
 
 Compiles each kind of kernel with more and with fewer words for all architectures, without a GPU,
 until the most are known that pass the static checks; writes codegen/sparse_rnn/register_words.py.
-About three hours on one core. FILTERs, such as "forward bf16" or "lstm", probe only the
+Half a day on one core. FILTERs, such as "forward bf16" or "lstm", probe only the
 entries that have all the words of one; the others keep what the table says.
 """
 
@@ -30,7 +30,7 @@ TABLE = Path(__file__).parents[1] / "codegen/sparse_rnn/register_words.py"
 EXCHANGED = 4352  # more than a word with its column is read whole for
 BATCHES = 2, 4, 8
 STEP = {8: 8, 16: 4}
-AT_ONCE = 8  # kernels a process compiles
+AT_ONCE = 4  # kernels a process compiles
 HEAD = '''"""Words that stay in registers: the table that ``scripts/probe_registers.py`` writes.
 
 By part, type of value, warps, whether frugal, and cell: the most non-zeros of a thread in launches
@@ -42,30 +42,53 @@ REGISTER_WORDS: dict[tuple[str, str, int, bool, str], tuple[int, int, int]] = ''
 
 @dataclass
 class Entry:
-    """``good`` words are known to fit, ``bad`` not to; the first guess is the table's."""
+    """``good`` words fit the first architecture, ``bad`` do not fit one; ``checked`` further
+    architectures take ``good``, too. The first guess is the table's."""
 
     key: tuple[str, str, int, bool, str]
     place: int
     guess: int
     good: int = 0
     bad: int = 0
+    checked: int = 0
 
     @property
     def step(self) -> int:
         return STEP[self.key[2]] // (2 if self.key[1] == "fp32" else 1)
 
     @property
-    def open(self) -> bool:
-        return not self.bad or self.bad - self.good > self.step
+    def found(self) -> bool:
+        return 0 < self.bad <= self.good + self.step
+
+    @property
+    def done(self) -> bool:
+        return self.found and (not self.good or self.checked == len(DEVICES) - 1)
+
+    @property
+    def arch(self) -> str:
+        """Where :meth:`next` is to be tried."""
+        return tuple(DEVICES)[self.checked + 1 if self.found else 0]
 
     def next(self) -> int:
+        if self.found:
+            return self.good
         if not self.good and not self.bad:
             return max(self.guess // self.step, 1) * self.step
         if not self.bad:
-            return self.good + 2 * self.step
+            return self.good + self.step
         if not self.good and self.bad > 4 * self.step:
             return self.bad - 2 * self.step
         return (self.good + self.bad) // (2 * self.step) * self.step
+
+    def note(self, words: int, fine: bool) -> None:
+        if self.found and fine:
+            self.checked += 1
+        elif self.found:
+            self.good, self.bad, self.checked = words - self.step, words, 0
+        elif fine:
+            self.good = words
+        else:
+            self.bad = words
 
     def spec(self, words: int) -> FastSpec:
         part, value, warps, frugal, cell = self.key
@@ -79,7 +102,9 @@ class Entry:
 
 
 def fits(pairs: list[tuple[Entry, int]], arch: str, folder: Path) -> list[bool]:
-    """Whether each entry's kernel of so many words has no fault that more words could cause."""
+    """Whether each entry's kernel of so many words passes the static checks."""
+    if not pairs:
+        return []
     specs = [entry.spec(words) for entry, words in pairs]
     orders = [fast_order(s, write(emit_fast(s), folder), arch=arch) for s in specs]
     faults = [check(s, c).faults for s, c in zip(specs, compile_all(orders), strict=True)]
@@ -108,24 +133,20 @@ def main() -> None:
                             named = {*words, f"batch{batch}"}
                             if any(set(each) <= named for each in filters):
                                 entries.append(Entry(key, place, known[place]))
-    first, *others = DEVICES
-    while still := [entry for entry in entries if entry.open][:AT_ONCE]:
-        pairs = [(entry, entry.next()) for entry in still]
+    while batch := [entry for entry in entries if not entry.done][:AT_ONCE]:
         with TemporaryDirectory() as folder:
-            good = fits(pairs, first, Path(folder))
-            for arch in others:
-                left = [i for i, fine in enumerate(good) if fine]
-                fine = fits([pairs[i] for i in left], arch, Path(folder))
-                for i, each in zip(left, fine, strict=True):
-                    good[i] = each
-        for (entry, words), fine in zip(pairs, good, strict=True):
-            entry.good, entry.bad = (words, entry.bad) if fine else (entry.good, words)
-            print(*entry.key, BATCHES[entry.place], words, "fits" if fine else "no", flush=True)
-            if not entry.open:
-                row = list(table[entry.key])
-                row[entry.place] = entry.good
-                table[entry.key] = (row[0], row[1], row[2])
-                save(table)
+            for arch in DEVICES:
+                given = [entry for entry in batch if entry.arch == arch]
+                pairs = [(entry, entry.next()) for entry in given]
+                for (entry, words), fine in zip(pairs, fits(pairs, arch, Path(folder)), strict=True):
+                    entry.note(words, fine)
+                    verdict = "fits" if fine else "no"
+                    print(*entry.key, BATCHES[entry.place], words, arch, verdict, flush=True)
+                    if entry.done:
+                        row = list(table[entry.key])
+                        row[entry.place] = entry.good
+                        table[entry.key] = (row[0], row[1], row[2])
+                        save(table)
 
 
 if __name__ == "__main__":

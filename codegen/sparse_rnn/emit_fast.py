@@ -1,7 +1,7 @@
 """Text that the fast kernels share, in Gluon: a thread is a slot.
 
-A gather of 64 bits brings two batch columns of a state in fp32, or four in 16 bits. The upper of
-two bf16 in 32 bits is read as a float with the lower still below it; the sender picks the upper
+A gather of 64 bits brings two batch columns of a state in fp32, or four in 16 bits; one of 32 bits
+brings half as many, where there are no more. The upper of two bf16 in 32 bits is read as a float with the lower still below it; the sender picks the upper
 half so that the whole is nearest, which is as exact as rounding it alone.
 """
 
@@ -85,9 +85,10 @@ def start_text(spec: FastSpec) -> Iterator[str]:
         yield from _values_text(spec)
     if spec.shared_words:
         yield "gl.barrier()  # or there is one in the loop: words and states are one buffer"
-    view = f"_reinterpret(gl.int64, [{power_of_two(spec.states)}], LINE)"
+    kind = f"gl.int{8 * spec.element_bytes}"
+    view = f"_reinterpret({kind}, [{power_of_two(spec.states)}], LINE)"
     for turn in range(spec.passes):
-        yield f"states_{turn} = room.index({turn * spec.states // LINE}).{view}"
+        yield f"states_{turn} = room.index({turn * spec.states_lines}).{view}"
     for a in range(0, spec.batch, 2):
         yield f"sums_{a} = gl.allocate_shared_memory(gl.int64, [{spec.segments} * THREADS], LINE)"
     yield "row = gl.arange(0, R, layout=UNIT)"
@@ -103,7 +104,7 @@ def start_text(spec: FastSpec) -> Iterator[str]:
 def _held(spec: FastSpec, k: str, *, values: bool = False) -> str:
     """The words of shared memory behind the states, or the values behind the words. Layouts are
     of powers of two, so the states' own are longer than they: nothing lies or is read there."""
-    start = spec.passes * spec.states // LINE
+    start = spec.passes * spec.states_lines
     if values:
         start += spec.shared_words * spec.threads // (2 * LINE)
     kind = "gl.float32" if values else "gl.int32"
@@ -151,7 +152,7 @@ def product_text(spec: FastSpec) -> Iterator[str]:
                 given = f"source + {turn} * N, states_{turn}"
                 yield f"fetch({given}, N, {start}, {size}, WARPS)"
             else:
-                given = f"source + {turn} * (2 * N), states_{turn}, now, error_ptr"
+                given = f"source + {turn} * ({spec.payloads} * N), states_{turn}, now, error_ptr"
                 yield f"receive({given}, N, {start}, {size}, WARPS, SPIN)"
     for segment in range(spec.segments):
         yield from _gather(spec, segment)
@@ -171,22 +172,22 @@ def product_text(spec: FastSpec) -> Iterator[str]:
 
 def send_text(spec: FastSpec, names: Sequence[Sequence[str]]) -> Iterator[str]:
     """Write ``names[GATE][COLUMN]`` of the own units to the exchange."""
-    each = spec.columns // 2
+    each = spec.columns // spec.payloads
     for gate, values in enumerate(names):
         for turn in range(spec.passes):
             given = [values[b] for b in columns_of(spec, turn)]
             given += [given[-1]] * (spec.columns - len(given))
             payloads = [
                 f"{PAYLOADS[spec.value]}({', '.join(given[each * which :][:each])})"
-                for which in range(2)
+                for which in range(spec.payloads)
             ]
             unit = f"{gate} * H + unit"
             if spec.sync == "counter":
-                yield f"word = joined({', '.join(payloads)})"
+                yield f"word = joined({', '.join((payloads * 2)[:2])})"
                 place = f"target + {turn} * N + {unit}"
                 yield f'gl.store({place}, word, mask=own, cache_modifier=".cg")'
                 continue
-            yield f"place = target + {turn} * (2 * N) + ({unit}) * 2"
+            yield f"place = target + {turn} * ({spec.payloads} * N) + ({unit}) * {spec.payloads}"
             for which, payload in enumerate(payloads):
                 yield f"word = tagged({payload}, now + 1)"
                 yield f'gl.store(place + {which}, word, mask=own, cache_modifier=".cg")'
@@ -217,11 +218,11 @@ def _gather(spec: FastSpec, segment: int) -> Iterator[str]:
     value = "real(word)" if whole else "upper(word)"
     yield f"    value = {value}"
     for turn in range(spec.passes):
-        yield f"    four = states_{turn}.gather(word & 0xFFFF, 0)"
+        yield f"    picked = states_{turn}.gather(word & 0xFFFF, 0)"
         columns = columns_of(spec, turn)
         for half in range(-(-len(columns) // 2)):
             a = columns[2 * half]
-            yield f"    two = {'four' if not half else '(four >> 32)'}.to(gl.int32)"
+            yield f"    two = {'(picked >> 32)' if half else 'picked'}.to(gl.int32)"
             yield f"    a_{a} += value * lower(two)"
             if a + 1 in columns:
                 both = "real" if spec.value == "bf16" else "upper"
@@ -237,7 +238,7 @@ def _fp32_columns(spec: FastSpec) -> Iterator[str]:
     else:
         yield "    value = values[k]"
     for turn in range(spec.passes):
-        yield f"    two = states_{turn}.gather(word, 0)"
+        yield f"    picked = states_{turn}.gather(word, 0)"
         for b in columns_of(spec, turn):
-            half = "two" if b % 2 == 0 else "(two >> 32)"
+            half = "picked" if b % 2 == 0 else "(picked >> 32)"
             yield f"    a_{b} += value * real({half}.to(gl.int32))"

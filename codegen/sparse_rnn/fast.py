@@ -18,7 +18,7 @@ from graphpar.codegen.sparse_rnn.emit_fast import constants
 from graphpar.codegen.sparse_rnn.emit_fast_parts import arguments
 from graphpar.codegen.sparse_rnn.exchange import TYPES, Exchange
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.codegen.sparse_rnn.limits import Value, slices_of
+from graphpar.codegen.sparse_rnn.limits import Value, element_bytes, slices_of
 from graphpar.codegen.sparse_rnn.operands import (
     RESULTS,
     backward_operands,
@@ -56,6 +56,7 @@ class _Part:
             programs=programs,
             threads=WARP * warps * shape.segments,
             value_type=TYPES[value],
+            load_bytes=element_bytes(value, self.slices[0]),
         )
         layout, device = self._packed.layout, weight.device
         nonzeros = layout.depth * shape.segments

@@ -13,6 +13,7 @@ from graphpar.codegen.sparse_rnn.limits import (
     SLOTS_PER_ROW,
     Value,
     chunks_of,
+    element_bytes,
     slices_of,
     states_length,
 )
@@ -100,9 +101,19 @@ class FastSpec(Part):
         return self.warps * WARP
 
     @property
+    def element_bytes(self) -> int:
+        """Of a state's batch columns that are gathered at once."""
+        return element_bytes(self.value, self.batch)
+
+    @property
+    def payloads(self) -> int:
+        """Of 32 bits, in an element."""
+        return self.element_bytes // 4
+
+    @property
     def columns(self) -> int:
         """Batch columns that a gather serves."""
-        return COLUMNS[self.value]
+        return COLUMNS[self.value] * self.element_bytes // 8
 
     @property
     def passes(self) -> int:
@@ -126,13 +137,18 @@ class FastSpec(Part):
         return min(self.slots, max(1, self.rows * self.slots // self.threads))
 
     @property
+    def states_lines(self) -> int:
+        """Lines of the states of a pass."""
+        return self.states * self.element_bytes // (8 * LINE)
+
+    @property
     def room_lines(self) -> int:
         """Lines of shared memory for the states and then the words."""
         words = self.shared_words * self.threads * (2 if self.value == "fp32" else 1)
-        return self.passes * self.states // LINE + words // (2 * LINE)
+        return self.passes * self.states_lines + words // (2 * LINE)
 
     @property
     def words(self) -> int:
-        """64-bit words of the exchange, both buffers: [2, passes, N], and twice that if half of
+        """64-bit words of the exchange, both buffers: [2, passes, N], and one for each payload if half of
         each is its epoch."""
-        return 2 * self.passes * self.exchanged * (2 if self.sync == "lamport" else 1)
+        return 2 * self.passes * self.exchanged * (self.payloads if self.sync == "lamport" else 1)

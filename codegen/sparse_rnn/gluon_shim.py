@@ -83,6 +83,10 @@ class SharedMemory:
         self._room, self._written, self._start = room, written, start
         self._type = np.dtype(interpreter._get_np_dtype(dtype))
 
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
     def store(self, value: Any) -> None:
         data = value.handle.data
         if list(data.shape) != self._shape:

@@ -53,6 +53,11 @@ def register_words(
     return max(0, known[(columns > 2) + (columns > 4)] - gates * max(0, tiles - _PROBED_TILES))
 
 
+def element_bytes(value: Value, batch: int) -> int:
+    """What a gather brings: 32 bits where that is enough for the batch, else 64."""
+    return 4 if batch <= COLUMNS[value] // 2 else 8
+
+
 def slices_of(batch: int, most: int = MAX_BATCH) -> tuple[int, ...]:
     """The batch columns of each launch, about equally many."""
     launches = -(-batch // most)

@@ -24,6 +24,7 @@ from graphpar.codegen.sparse_rnn.limits import (
     WARPS,
     Value,
     chunks_of,
+    element_bytes,
     register_words,
     slices_of,
     states_length,
@@ -34,7 +35,7 @@ from graphpar.errors import CapacityError
 
 _INSTRUCTIONS = 9  # of a warp for one non-zero and four batch columns
 _ISSUE = 4  # instructions a multiprocessor starts per clock
-_WAVEFRONTS = 2.3  # of a bank-aware gather of 64 bits
+_WAVEFRONTS = {4: 1.3, 8: 2.3}  # of a bank-aware gather of so many bytes
 _FIXED_CLOCKS: Mapping[int, int] = {8: 900, 16: 1750}  # check of the poll, reduction, cell
 _EXCHANGE_CLOCKS = 900  # store, L2, poll
 _PIECE_CLOCKS = 700  # a further piece of the states is asked for when the one before has come
@@ -129,8 +130,9 @@ class Plan:
 
 def own_bytes(columns: int, batch: int, slots: int, value: Value) -> int:
     """Shared memory that a block needs beside weights: the states, and a sum for each slot."""
-    passes = -(-batch // COLUMNS[value])
-    return 8 * passes * states_length(columns) + 8 * -(-batch // 2) * slots
+    each = element_bytes(value, batch)
+    passes = -(-batch // (COLUMNS[value] * each // 8))
+    return each * passes * states_length(columns) + 8 * -(-batch // 2) * slots
 
 
 def plan_kernel(
@@ -263,12 +265,13 @@ def _parts_us(
     """``tiles``: sums of a thread's rows that it reads for a pair of batch columns."""
     value, device, warps = fixed.value, fixed.device, shape.warps
     slices = slices_of(fixed.batch, shape.columns)
-    passes = -(-slices[0] // COLUMNS[value])
+    each = element_bytes(value, slices[0])
+    passes = -(-slices[0] // (COLUMNS[value] * each // 8))
     gathers = warps * words * passes
     issue = gathers * _INSTRUCTIONS / _ISSUE
-    banks = gathers * _WAVEFRONTS + warps * shared * (2 if value == "fp32" else 1)
+    banks = gathers * _WAVEFRONTS[each] + warps * shared * (2 if value == "fp32" else 1)
     sums = warps * _SUM_INSTRUCTIONS * tiles * -(-slices[0] // 2) / _ISSUE
-    volume = fixed.columns * slices[0] * 2 * BYTES[value]  # each word carries its epoch
+    volume = fixed.columns * passes * 2 * each  # each payload has its epoch
     pieces = passes * len(chunks_of(fixed.columns, warps * WARP, frugal=shape.frugal)) - 1
     pieces += shape.frugal  # the inputs are asked for last
     clocks = {

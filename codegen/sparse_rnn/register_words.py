@@ -1,20 +1,25 @@
-"""Words."""
+"""Words that stay in registers: the table that ``scripts/probe_registers.py`` writes.
 
-REGISTER_WORDS: dict[tuple[str, str, int, bool, str], tuple[int, int, int]] = {("forward", "bf16", 8, False, "lstm"): (160, 160, 152),
+By part, type of value, warps, whether frugal, and cell: the most non-zeros of a thread in launches
+of up to 2, 4 and 8 batch columns with which the kernel passes the static checks on sm_80, sm_90, sm_100.
+"""
+
+REGISTER_WORDS: dict[tuple[str, str, int, bool, str], tuple[int, int, int]] = {
+ ("forward", "bf16", 8, False, "lstm"): (160, 160, 152),
  ("forward", "bf16", 8, False, "gru"): (160, 160, 160),
  ("forward", "bf16", 8, False, "rnn"): (160, 160, 160),
- ("forward", "bf16", 8, True, "lstm"): (184, 184, 176),
- ("forward", "bf16", 8, True, "gru"): (184, 184, 184),
- ("forward", "bf16", 8, True, "rnn"): (184, 184, 184),
+ ("forward", "bf16", 8, True, "lstm"): (208, 192, 176),
+ ("forward", "bf16", 8, True, "gru"): (208, 208, 184),
+ ("forward", "bf16", 8, True, "rnn"): (208, 200, 184),
  ("forward", "bf16", 16, False, "lstm"): (64, 64, 24),
  ("forward", "bf16", 16, False, "gru"): (68, 68, 48),
  ("forward", "bf16", 16, False, "rnn"): (80, 80, 76),
  ("backward", "bf16", 8, False, "lstm"): (144, 144, 0),
  ("backward", "bf16", 8, False, "gru"): (136, 112, 0),
  ("backward", "bf16", 8, False, "rnn"): (160, 160, 0),
- ("backward", "bf16", 8, True, "lstm"): (168, 168, 8),
- ("backward", "bf16", 8, True, "gru"): (160, 136, 8),
- ("backward", "bf16", 8, True, "rnn"): (184, 184, 8),
+ ("backward", "bf16", 8, True, "lstm"): (184, 168, 8),
+ ("backward", "bf16", 8, True, "gru"): (184, 160, 8),
+ ("backward", "bf16", 8, True, "rnn"): (200, 192, 8),
  ("backward", "bf16", 16, False, "lstm"): (20, 20, 0),
  ("backward", "bf16", 16, False, "gru"): (0, 0, 0),
  ("backward", "bf16", 16, False, "rnn"): (72, 72, 0),
@@ -53,4 +58,5 @@ REGISTER_WORDS: dict[tuple[str, str, int, bool, str], tuple[int, int, int]] = {(
  ("backward", "fp32", 8, True, "rnn"): (56, 40, 8),
  ("backward", "fp32", 16, False, "lstm"): (8, 0, 0),
  ("backward", "fp32", 16, False, "gru"): (8, 0, 0),
- ("backward", "fp32", 16, False, "rnn"): (12, 0, 0)}
+ ("backward", "fp32", 16, False, "rnn"): (12, 0, 0),
+}

@@ -56,9 +56,9 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
     loads = [o for o in body if o.startswith("LDG")]
     weak = sum("STRONG" not in o for o in loads)
     stores = [o for o in body if o.startswith("STG.E.64")]
-    # Of few columns only a half of the element is read.
+    # Of few columns only a half of the last element is read.
     last = spec.batch - (spec.passes - 1) * spec.columns
-    halves = ("LDS",) if last <= spec.columns // 2 else ()
+    halves = ("LDS",) if spec.payloads == 1 or last <= spec.columns // 2 else ()
     gathers = sum(o.startswith("LDS.64") or o in halves for o in body)
     barriers = sum(o.startswith("BAR") for o in body)
     polls = [p for p in code.inner() if any(_is_strong_load(i) for i in p)]

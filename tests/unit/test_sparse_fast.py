@@ -184,7 +184,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, type[Exception] | None]] = {
         {"value": "fp16"}, "half_bits(a) | (half_bits(b) << 16)",
         "half_bits(b) | (half_bits(a) << 16)", None,
     ),
-    "fp32: columns exchanged": ({"value": "fp32"}, "real((two >> 32)", "real((two >> 0)", None),
+    "fp32: columns exchanged": ({"value": "fp32"}, "real((picked >> 32)", "real((picked >> 0)", None),
     "counter: relaxed arrival": ({"sync": "counter"}, 'sem="release"', 'sem="relaxed"', None),
     "counter: relaxed wait": ({"sync": "counter"}, 'sem="acquire"', 'sem="relaxed"', None),
     "counter: no wait": ({"sync": "counter"}, "while late < 0:", "while late < -99:", None),

@@ -46,7 +46,7 @@ def test_a_plan_is_what_packing_needs() -> None:
         weight,
         gates=4,
         programs=found.programs,
-        threads=found.threads,
+        threads=found.block_slots,
         value_type=torch.bfloat16,
         depth=found.depth,
     )
@@ -60,7 +60,7 @@ def test_a_plan_is_what_packing_needs() -> None:
             weight,
             gates=4,
             programs=found.programs,
-            threads=found.threads,
+            threads=found.block_slots,
             value_type=torch.bfloat16,
             depth=found.depth - 1,
         )
@@ -76,9 +76,12 @@ def test_denser_is_slower_until_it_does_not_fit(cell: str, arch: str) -> None:
         except CapacityError:
             times.append(float("inf"))
             continue
-        assert found.register_words <= register_words(cell, "forward", "bf16", found.warps, 4)
+        most = register_words(
+            cell, "forward", "bf16", found.warps, found.shape.columns, frugal=found.shape.frugal
+        )
+        assert found.register_words <= most
         assert found.shared_bytes <= found.device.shared_bytes
-        assert found.register_words + found.shared_words == found.depth
+        assert found.register_words + found.shared_words == found.words
         times.append(found.step_us)
     assert times == sorted(times)
     assert times[0] < float("inf")
