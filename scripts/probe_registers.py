@@ -34,7 +34,8 @@ AT_ONCE = 4  # kernels a process compiles
 HEAD = '''"""Words that stay in registers: the table that ``scripts/probe_registers.py`` writes.
 
 By part, type of value, warps, whether frugal, and cell: the most non-zeros of a thread in launches
-of up to 2, 4 and 8 batch columns with which the kernel passes the static checks on {archs}.
+of up to 2, 4 and 8 batch columns with which the kernel passes the static checks on
+{archs}.
 """
 
 REGISTER_WORDS: dict[tuple[str, str, int, bool, str], tuple[int, int, int]] = '''
@@ -138,7 +139,9 @@ def main() -> None:
             for arch in DEVICES:
                 given = [entry for entry in batch if entry.arch == arch]
                 pairs = [(entry, entry.next()) for entry in given]
-                for (entry, words), fine in zip(pairs, fits(pairs, arch, Path(folder)), strict=True):
+                for (entry, words), fine in zip(
+                    pairs, fits(pairs, arch, Path(folder)), strict=True
+                ):
                     entry.note(words, fine)
                     verdict = "fits" if fine else "no"
                     print(*entry.key, BATCHES[entry.place], words, arch, verdict, flush=True)

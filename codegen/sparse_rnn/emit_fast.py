@@ -1,8 +1,9 @@
 """Text that the fast kernels share, in Gluon: a thread is a slot.
 
 A gather of 64 bits brings two batch columns of a state in fp32, or four in 16 bits; one of 32 bits
-brings half as many, where there are no more. The upper of two bf16 in 32 bits is read as a float with the lower still below it; the sender picks the upper
-half so that the whole is nearest, which is as exact as rounding it alone.
+brings half as many, where there are no more. The upper of two bf16 in 32 bits is read as a float
+with the lower still below it; the sender picks the upper half so that the whole is nearest, which
+is as exact as rounding it alone.
 """
 
 from __future__ import annotations

@@ -149,6 +149,6 @@ class FastSpec(Part):
 
     @property
     def words(self) -> int:
-        """64-bit words of the exchange, both buffers: [2, passes, N], and one for each payload if half of
-        each is its epoch."""
+        """64-bit words of the exchange, both buffers: [2, passes, N], and one for each payload if
+        half of each is its epoch."""
         return 2 * self.passes * self.exchanged * (self.payloads if self.sync == "lamport" else 1)

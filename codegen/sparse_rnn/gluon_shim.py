@@ -124,7 +124,7 @@ class SharedMemory:
         return SharedMemory(dtype, shape, self._room, self._written, self._start + start)
 
     def _end(self) -> int:
-        return self._start + int(np.prod(self._shape)) * self._type.itemsize
+        return self._start + int(np.prod(self._shape) * self._type.itemsize)
 
     def _tensor(self, places: Any) -> Any:
         size = self._type.itemsize

@@ -64,9 +64,7 @@ def slices_of(batch: int, most: int = MAX_BATCH) -> tuple[int, ...]:
     return tuple(batch // launches + (i < batch % launches) for i in range(launches))
 
 
-def chunks_of(
-    elements: int, threads: int, *, frugal: bool = False
-) -> tuple[tuple[int, int], ...]:
+def chunks_of(elements: int, threads: int, *, frugal: bool = False) -> tuple[tuple[int, int], ...]:
     """(start, size) of the pieces, powers of two, in which a block receives the elements.
 
     A thread holds all of a piece's words that it reads, before it waits for them: few, or they

@@ -33,9 +33,9 @@ from graphpar.codegen.sparse_rnn.pack import MAX_COLUMNS
 from graphpar.codegen.sparse_rnn.spec import PartName, power_of_two
 from graphpar.errors import CapacityError
 
-_INSTRUCTIONS = 9  # of a warp for one non-zero and four batch columns
+_INSTRUCTIONS = {4: 6, 8: 9}  # of a warp for a non-zero and an element of so many bytes
 _ISSUE = 4  # instructions a multiprocessor starts per clock
-_WAVEFRONTS = {4: 1.3, 8: 2.3}  # of a bank-aware gather of so many bytes
+_WAVEFRONTS = {4: 1.2, 8: 2.3}  # of a bank-aware gather of so many bytes
 _FIXED_CLOCKS: Mapping[int, int] = {8: 900, 16: 1750}  # check of the poll, reduction, cell
 _EXCHANGE_CLOCKS = 900  # store, L2, poll
 _PIECE_CLOCKS = 700  # a further piece of the states is asked for when the one before has come
@@ -259,16 +259,14 @@ def _would_fit(nonzeros: NDArray[np.integer], columns: int, share: float) -> str
     return f"; a density of about {density:.1%} would fit, or about {units} units at this one"
 
 
-def _parts_us(
-    fixed: _Fixed, shape: Shape, words: int, shared: int, tiles: int
-) -> dict[str, float]:
+def _parts_us(fixed: _Fixed, shape: Shape, words: int, shared: int, tiles: int) -> dict[str, float]:
     """``tiles``: sums of a thread's rows that it reads for a pair of batch columns."""
     value, device, warps = fixed.value, fixed.device, shape.warps
     slices = slices_of(fixed.batch, shape.columns)
     each = element_bytes(value, slices[0])
     passes = -(-slices[0] // (COLUMNS[value] * each // 8))
     gathers = warps * words * passes
-    issue = gathers * _INSTRUCTIONS / _ISSUE
+    issue = gathers * _INSTRUCTIONS[each] / _ISSUE
     banks = gathers * _WAVEFRONTS[each] + warps * shared * (2 if value == "fp32" else 1)
     sums = warps * _SUM_INSTRUCTIONS * tiles * -(-slices[0] // 2) / _ISSUE
     volume = fixed.columns * passes * 2 * each  # each payload has its epoch

@@ -22,8 +22,8 @@ from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
-from graphpar.codegen.sparse_rnn.limits import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.plan import Shape
+from graphpar.codegen.sparse_rnn.register_words import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.static_checks import Findings, check
 from graphpar.errors import CapacityError, InternalError
 from tests.unit.sparse_kernels import note
@@ -180,11 +180,23 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, type[Exception] | None]] = {
     "wrong slot": ({}, "gather(slots_0, 0)", "gather(slots_0 ^ 1, 0)", None),
     "halves exchanged": ({}, "(upper << 16) | lower", "(lower << 16) | upper", None),
     "sums never written": ({}, "sums_0.store", "sums_2.store", InternalError),
+    "two columns: plain load in the poll": ({"batch": 2}, ", volatile=True", "", DeadlockError),
+    "two columns: no wait": ({"batch": 2}, "while late > 0:", "while late > 1:", None),
+    "two columns: no new epoch": ({"batch": 2}, ", now + 1)", ", now)", DeadlockError),
+    "words under the states": (
+        {"shared_words": 3}, "room.index(2 + ", "room.index(0 + ", InternalError,
+    ),
+    "words beyond the room": (
+        {"shared_words": 3}, "room.index(2 + ", "room.index(4 + ", InternalError,
+    ),
+    "a segment's sums over another's": (
+        {"segments": 2}, ".slice(1 * THREADS", ".slice(0 * THREADS", InternalError,
+    ),
     "fp16: halves exchanged": (
         {"value": "fp16"}, "half_bits(a) | (half_bits(b) << 16)",
         "half_bits(b) | (half_bits(a) << 16)", None,
     ),
-    "fp32: columns exchanged": ({"value": "fp32"}, "real((picked >> 32)", "real((picked >> 0)", None),
+    "fp32: columns exchanged": ({"value": "fp32"}, "real((picked >> 32)", "real((picked)", None),
     "counter: relaxed arrival": ({"sync": "counter"}, 'sem="release"', 'sem="relaxed"', None),
     "counter: relaxed wait": ({"sync": "counter"}, 'sem="acquire"', 'sem="relaxed"', None),
     "counter: no wait": ({"sync": "counter"}, "while late < 0:", "while late < -99:", None),
@@ -303,6 +315,7 @@ def test_machine_code_is_what_was_planned(tmp_path: Path) -> None:
     more.append(replace(SPEC, cell_name="gru", part="backward", hidden=64))
     more.append(replace(SPEC, value="fp16", batch=2, hidden=64))
     more.append(replace(SPEC, value="fp32", batch=2, hidden=64, shared_words=2))
+    more.append(replace(SPEC, segments=2, frugal=True, batch=2, shared_words=2))
     assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [()] * len(more)
 
 
