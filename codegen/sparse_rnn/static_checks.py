@@ -11,7 +11,7 @@ from graphpar.codegen.sparse_rnn.devices import device_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.sass import operation, read
 
-MAX_BARRIERS = 3
+MIN_BARRIERS, MAX_BARRIERS = 2, 3
 _REGISTERS_PER_THREAD = 255
 
 
@@ -75,12 +75,14 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
         faults.append(f"{weak} weak loads a step, the cell needs {inputs}: weights are read again")
     if gathers < wanted:
         faults.append(f"{gathers} gathers a step, fewer than {wanted} non-zeros")
-    if barriers > MAX_BARRIERS:
+    if not MIN_BARRIERS <= barriers <= MAX_BARRIERS:
         faults.append(f"{barriers} barriers a step")
     if not polls:
         faults.append("no loop reads the exchange again with a strong load")
     if any(operation(i).startswith("BAR") for poll in polls for i in poll):
         faults.append("a barrier inside a poll")
+    if _reads_early(body):
+        faults.append("states are read before the barrier that ends their writing")
     if spec.sync == "counter":
         faults += _counter_faults(body, polls)
     if not stores or any("STRONG" not in o for o in stores):
@@ -91,6 +93,19 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
         len(body), gathers, barriers, weak, len(polls), compiled.registers,
         compiled.shared_bytes, resident, tuple(faults),
     )  # fmt: skip
+
+
+def _reads_early(body: Sequence[str]) -> bool:
+    """Whether a phase between two barriers of the block (the loop goes on at its start) writes
+    shared memory and then reads, as if states were gathered at once."""
+    phases: list[list[str]] = [[]]
+    for each in body:
+        if each.startswith("BAR"):
+            phases.append([])
+        elif each == "LDS" or each.startswith(("LDS.", "STS")):
+            phases[-1].append(each[:3])
+    phases[0] = phases.pop() + phases[0]
+    return any(phase[0] == "STS" and "LDS" in phase for phase in phases if phase)
 
 
 def _counter_faults(body: Sequence[str], polls: Sequence[tuple[str, ...]]) -> list[str]:

@@ -157,18 +157,28 @@ def test_resident_blocks() -> None:
 def test_a_plan_knows_the_shared_memory(tmp_path: Path) -> None:
     """States of a length that is no power of two, words behind them, and sums."""
     rows, values = np.full((1, 320), 300), get_args(Value)
-    specs, wanted = [], []
+    specs, held_bytes = [], []
     for batch, value in zip((4, 2, 3), values, strict=True):
         small = replace(H200, multiprocessors=8)
         found = plan_kernel("rnn_tanh", rows, 320, batch=batch, value=value, device=small)
         shape = replace(found.shape, shared_words=found.shape.segments)
         specs.append(FastSpec.of(replace(found, shape=shape)))
         held = shape.shared_words * found.threads * (8 if value == "fp32" else 4)
-        wanted.append(own_bytes(320, shape.columns, found.block_slots, value) + held)
+        held_bytes.append(own_bytes(320, shape.columns, found.block_slots, value) + held)
+    specs.append(replace(specs[0], sync="counter"))
+    held_bytes.append(held_bytes[0])
     orders = [fast_order(s, write(emit_fast(s), tmp_path), arch="sm_90") for s in specs]
-    for spec, each, nbytes in zip(specs, compile_all(orders), wanted, strict=True):
+    compiled = compile_all(orders)
+    for spec, each, nbytes in zip(specs, compiled, held_bytes, strict=True):
         assert each.shared_bytes == nbytes
         assert not check(spec, each).faults
+    *_, states, sums = re.findall(r".*BAR\.SYNC.*\n", compiled[0].sass)
+    for barrier in (states, sums):
+        without = replace(compiled[0], sass=compiled[0].sass.replace(barrier, ""))
+        assert check(specs[0], without).faults == ("1 barriers a step",)
+    *_, states, _, _ = re.findall(r".*BAR\.SYNC.*\n", compiled[3].sass)
+    without = replace(compiled[3], sass=compiled[3].sass.replace(states, ""))
+    assert any("states are read before" in fault for fault in check(specs[3], without).faults)
 
 
 @pytest.mark.parametrize(
