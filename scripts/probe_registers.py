@@ -22,7 +22,7 @@ from graphpar.codegen.sparse_rnn.devices import DEVICES
 from graphpar.codegen.sparse_rnn.emit import write
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.codegen.sparse_rnn.limits import CELLS, WARPS
+from graphpar.codegen.sparse_rnn.limits import CELLS, PROBED_SLOTS, WARPS
 from graphpar.codegen.sparse_rnn.register_words import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.static_checks import check
 
@@ -98,7 +98,8 @@ class Entry:
         return FastSpec(
             part=part, cell_name=name, hidden=-(-EXCHANGED // (64 * gates)) * 64,
             batch=BATCHES[self.place], programs=80, value=value, warps=warps, frugal=frugal,
-            register_words=words, shared_words=16, segments=2, rows=64, slots=8, save=True,
+            register_words=words, shared_words=16, segments=2, rows=PROBED_SLOTS[0],
+            slots=PROBED_SLOTS[1], save=True,
         )  # fmt: skip
 
 

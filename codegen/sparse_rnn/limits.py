@@ -28,7 +28,8 @@ _MOST_RECEIVED, _FRUGALLY_RECEIVED = 8, 2  # elements of a piece that a thread r
 CELLS = ("lstm", "gru", "rnn")
 WARPS = (8, 16)
 SEGMENTS = (1, 2, 4)
-_PROBED_TILES = 2
+PROBED_SLOTS = 64, 8
+"""Rows of a block and slots of a row with which words in registers were probed."""
 
 
 def register_words(
@@ -50,7 +51,8 @@ def register_words(
     name = cell.partition("_")[0]
     known = REGISTER_WORDS.get((part, value, warps, frugal, name), (0, 0, 0))
     gates = cell_of(cell).gates if part == "forward" else 1
-    return max(0, known[(columns > 2) + (columns > 4)] - gates * max(0, tiles - _PROBED_TILES))
+    more = max(0, tiles - PROBED_SLOTS[0] * PROBED_SLOTS[1] // (warps * WARP))
+    return max(0, known[(columns > 2) + (columns > 4)] - gates * more)
 
 
 def element_bytes(value: Value, batch: int) -> int:

@@ -119,11 +119,12 @@ def test_equals_the_products(cell: str, tmp_path: Path) -> None:
         ("gru", {"value": "fp16", "shared_words": 2, "batch": 2, "backward": True}),
         ("gru", {"batch": 6, "sync": "counter", "reverse": True, "backward": True}),
         ("rnn_tanh", {"batch": 9, "hidden": 20, "launches": 2, "backward": True}),
+        ("lstm", {"batch": 2, "sync": "counter", "backward": True}),
         ("lstm", {"segments": 2, "hidden": 130, "shared_words": 3, "backward": True}),
         ("gru", {"segments": 4, "frugal": True, "batch": 5, "programs": 1, "backward": True}),
     ],
     ids=["two passes, shared words", "one column", "eight columns", "large", "fp16, counter",
-         "fp16, shared words", "counter", "slices", "two segments", "four segments, frugal"],
+         "fp16, shared words", "counter", "slices", "counter, two columns", "two segments", "four segments, frugal"],
 )  # fmt: skip
 def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
     worst = run(cell, tmp_path, **options)
