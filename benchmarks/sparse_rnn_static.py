@@ -29,7 +29,7 @@ from _common import report, table
 
 from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.compile import compile_all, fast_order
-from graphpar.codegen.sparse_rnn.devices import Device, device_of
+from graphpar.codegen.sparse_rnn.devices import DEVICES, Device, device_of
 from graphpar.codegen.sparse_rnn.emit import write
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
@@ -104,27 +104,31 @@ def plans() -> str:
 
 
 def compiled(folder: Path, sizes: list[int]) -> str:
+    """Forward at all densities; at 10% also backward, and everything for one more device."""
     chosen = []
-    for arch in ARCHS:
-        for cell in CELLS:
-            for hidden, density in product(sizes, DENSITIES):
-                plan = planned(cell, hidden, density, BATCH, device_of(arch))
-                if plan is not None:
-                    chosen.append((arch, density, plan, FastSpec.of(plan)))
+    for arch, cell, hidden, density in product(DEVICES, CELLS, sizes, DENSITIES):
+        for part in USES["training"]:
+            if density != 0.1 and (part == "backward" or arch not in ARCHS):
+                continue
+            plan = planned(cell, hidden, density, BATCH, device_of(arch), part)
+            if plan is not None:
+                save = part == "backward"
+                chosen.append((arch, density, plan, FastSpec.of(plan, save=save)))
     orders = [fast_order(s, write(emit_fast(s), folder), arch=a) for a, _, _, s in chosen]
     rows, gathered = [], dict[tuple[object, ...], float]()
     for (arch, density, plan, spec), found in zip(chosen, compile_all(orders), strict=True):
         facts = check(spec, found)
-        key = (spec.cell.gates, plan.hidden, density, plan.programs, plan.block_slots)
+        key = (spec.cell.gates, spec.part, plan.hidden, density, plan.programs, plan.block_slots)
         if key not in gathered:
             gathered[key] = wavefronts(plan, density)
         rows.append([
-            f"{arch} {plan.cell} {plan.hidden} {density:.0%}", plan.words, facts.registers,
+            f"{arch} {plan.cell} {plan.part} {plan.hidden} {density:.0%}", plan.words,
+            facts.registers,
             f"{facts.shared_bytes / 1024:.0f}", facts.barriers, facts.instructions,
             f"{gathered[key] * facts.gathers * plan.warps:.0f}", f"{plan.step_us:.2f}",
             f"{plan.speedup:.1f}", "; ".join(facts.faults) or "none",
         ])  # fmt: skip
-    head = ["arch, cell, H, density", "KT", "registers", "KB", "barriers", "instructions",
+    head = ["arch, cell, part, H, density", "KT", "registers", "KB", "barriers", "instructions",
             "wavefronts", "us", "gain", "faults"]  # fmt: skip
     return table(head, rows)
 
@@ -132,11 +136,14 @@ def compiled(folder: Path, sizes: list[int]) -> str:
 def wavefronts(plan: Plan, density: float) -> float:
     """Per load of a warp, of weights with a random pattern."""
     generator = np.random.default_rng(0)
-    shape = cell_of(plan.cell).gates * plan.hidden, plan.hidden
+    gates = cell_of(plan.cell).gates
+    shape = (gates * plan.hidden, plan.hidden)
+    if plan.part == "backward":
+        gates, shape = 1, shape[::-1]
     mask = generator.random(shape, dtype=np.float32) < density
     packed = pack(
         torch.from_numpy(mask.astype(np.float32)),
-        gates=cell_of(plan.cell).gates,
+        gates=gates,
         programs=plan.programs,
         threads=plan.block_slots,
         value_type=torch.bfloat16,
@@ -216,11 +223,12 @@ def proofs(winners: list[tuple[str, Plan]], folder: Path) -> str:
             f"{name} {plan.hidden}", spec.batch, plan.warps, plan.shape.segments,
             "yes" if plan.shape.frugal else "no", plan.register_words, plan.shared_words,
             f"{fill:.2f}", facts.registers, f"{facts.shared_bytes / 1024:.0f}", facts.barriers,
-            facts.instructions, f"{plan.step_us:.1f}", "; ".join(facts.faults) or "none",
+            facts.instructions, f"{plan.step_us:.1f}", f"{plan.speedup:.1f}",
+            "; ".join(facts.faults) or "none",
         ])  # fmt: skip
     head = ["arch, cell, use, density, part, H", "columns", "warps", "slots of a thread", "frugal",
             "words in registers", "in shared memory", "full", "registers", "KB", "barriers",
-            "instructions", "us, batch 4", "faults"]  # fmt: skip
+            "instructions", "us, batch 4", "gain", "faults"]  # fmt: skip
     return f"Their machine code:\n\n{table(head, rows)}"
 
 
