@@ -124,7 +124,8 @@ def test_equals_the_products(cell: str, tmp_path: Path) -> None:
         ("gru", {"segments": 4, "frugal": True, "batch": 5, "programs": 1, "backward": True}),
     ],
     ids=["two passes, shared words", "one column", "eight columns", "large", "fp16, counter",
-         "fp16, shared words", "counter", "slices", "counter, two columns", "two segments", "four segments, frugal"],
+         "fp16, shared words", "counter", "slices", "counter, two columns", "two segments",
+         "four segments, frugal"],
 )  # fmt: skip
 def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
     worst = run(cell, tmp_path, **options)

@@ -183,13 +183,12 @@ def test_a_plan_knows_the_shared_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cell", "hidden", "density"),
-    [("rnn_tanh", 10624, 0.1), ("gru", 6208, 0.1), ("lstm", 5376, 0.1), ("lstm", 7424, 0.05)],
+    [("rnn_tanh", 11072, 0.1), ("gru", 6336, 0.1), ("lstm", 5440, 0.1), ("lstm", 7552, 0.05)],
 )
 def test_large_models_fit(cell: str, hidden: int, density: float) -> None:
     found = plan(cell, hidden, density)
     assert found.shape.segments > 1  # or rows are cut too coarsely
     assert found.shape.columns == 2  # or the states take twice the memory
-    assert found.shape.frugal
     spec = FastSpec.of(found)
     assert spec.element_bytes == 4
     assert spec.depth == found.depth
