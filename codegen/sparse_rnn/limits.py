@@ -1,6 +1,6 @@
 """What a fast kernel's block may hold, and how it is cut into launches and pieces.
 
-The limits of words in registers are those that compile without spills, as probed.
+How many words stay in registers is probed: see ``register_words``.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def plan_kernel(
             found = _planned(fixed, shape, depth, power_of_two(most))
             if isinstance(found, Plan):
                 plans.append(found)
-            elif found is not None:
+            else:
                 lacks[warps] = max(lacks.get(warps, (-1.0, "")), found)
     if not plans:
         share, _ = max(lacks.values())
@@ -206,11 +206,8 @@ class _Fixed:
     dense_us: float
 
 
-def _planned(
-    fixed: _Fixed, shape: Shape, depth: int, slots: int
-) -> Plan | tuple[float, str] | None:
-    """A plan, or the share of the words that fits and why no more; None where registers have no
-    room at all."""
+def _planned(fixed: _Fixed, shape: Shape, depth: int, slots: int) -> Plan | tuple[float, str]:
+    """A plan, or the share of the words that fits and why no more."""
     value, device, launch = fixed.value, fixed.device, shape.columns
     threads, words = shape.warps * WARP, depth * shape.segments
     rows = power_of_two(fixed.units)
@@ -218,8 +215,8 @@ def _planned(
         fixed.cell, fixed.part, value, shape.warps, launch,
         frugal=shape.frugal, tiles=rows * slots // threads,
     )  # fmt: skip
-    if most <= 0:
-        return None
+    if not most:
+        return 0.0, f"{shape.warps} warps have no registers for words with {launch} columns"
     own = own_bytes(fixed.columns, launch, threads * shape.segments, value)
     layer = (8 if value == "fp32" else 4) * threads
     room = max((device.shared_bytes - own) // layer, 0)
