@@ -216,6 +216,7 @@ def proofs(winners: list[tuple[str, Plan]], folder: Path) -> str:
         order = fast_order(spec, write(emit_fast(spec), folder), arch=plan.device.arch)
         (found,) = compile_all([order])
         facts = check(spec, found)
+        print(name, plan.hidden, "; ".join(facts.faults) or "no faults", flush=True)
         nonzeros = DENSITIES_BY_NAME[name.split()[3].rstrip(",")] * plan.hidden**2
         nonzeros *= cell_of(plan.cell).gates
         fill = nonzeros / (plan.programs * plan.block_slots * plan.depth)

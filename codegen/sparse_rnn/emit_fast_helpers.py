@@ -40,6 +40,15 @@ def real(x):
 def pair(a, b):
     """Two floats in 64 bits."""
     return (bits(a).to(gl.int64) & 0xFFFFFFFF) | (bits(b).to(gl.int64) << 32)
+
+
+@gluon.jit
+def kept(word):
+    """The word itself, behind the compiler's back: else it would keep more registers over all
+    steps, for each word with its column and its value, for each piece with its addresses."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
+    )
 '''
 
 _BF16 = '''
@@ -82,16 +91,6 @@ def lower(two):
 @gluon.jit
 def upper(word):
     return lower(word >> 16)
-'''
-
-_KEPT = '''
-@gluon.jit
-def kept(word):
-    """The word itself, behind the compiler's back: else it would keep two more registers for each
-    word over all steps, one with the column and one with the value."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
-    )
 '''
 
 _TAGGED = '''
@@ -159,7 +158,10 @@ def receive(
 ):
     """Wait for the elements [START, START + SIZE), and put them into shared memory."""
     WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
-    unit = START + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WORDS))
+    unit = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WORDS))
+    if SPIN:
+        unit = kept(unit)
+    unit = START + unit
     which = gl.arange(0, 2, layout=gl.SliceLayout(0, WORDS))
     place = unit[:, None] * 2 + which[None, :]
     there = (unit < N)[:, None] & (which >= 0)[None, :]
@@ -167,7 +169,8 @@ def receive(
     both = gl.load(source + place, mask=there, other=fine, volatile=True)
     if SPIN:
         a, b = gl.split(both)
-        address = source + (START + gl.arange(0, SIZE, layout=a.type.layout)) * 2
+        same = kept(gl.arange(0, SIZE, layout=a.type.layout))
+        address = source + (START + same) * 2
         payload = spin(a, b, address.to(gl.int64), epoch, error_ptr.to(gl.int64))
     else:
         late = gl.max(gl.max(gl.where((both >> 32).to(gl.int32) != epoch, 1, 0), 1), 0)
@@ -233,7 +236,10 @@ def receive(
 ):
     """Wait for the elements [START, START + SIZE), and put them into shared memory."""
     WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    unit = START + gl.arange(0, SIZE, layout=WORDS)
+    unit = gl.arange(0, SIZE, layout=WORDS)
+    if SPIN:
+        unit = kept(unit)
+    unit = START + unit
     fine = epoch.to(gl.int64) << 32
     word = gl.load(source + unit, mask=unit < N, other=fine, volatile=True)
     if SPIN:
@@ -342,6 +348,6 @@ SYNC = {
 
 def helpers(spec: FastSpec) -> str:
     """The functions that the text of a kernel calls."""
-    values = {"bf16": _BF16 + _KEPT, "fp16": _FP16 + _KEPT, "fp32": ""}[spec.value]
+    values = {"bf16": _BF16, "fp16": _FP16, "fp32": ""}[spec.value]
     lamport = _TAGGED + (_WIDE if spec.payloads == 2 else _NARROW)
     return _SHARED + values + (lamport if spec.sync == "lamport" else _COUNTER)

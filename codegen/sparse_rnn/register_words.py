@@ -11,7 +11,7 @@ REGISTER_WORDS: dict[tuple[str, str, int, bool, str], tuple[int, int, int]] = {
     ("forward", "bf16", 8, False, "rnn"): (208, 192, 160),
     ("forward", "bf16", 8, True, "lstm"): (208, 192, 152),
     ("forward", "bf16", 8, True, "gru"): (216, 208, 160),
-    ("forward", "bf16", 8, True, "rnn"): (224, 216, 160),
+    ("forward", "bf16", 8, True, "rnn"): (216, 216, 160),
     ("forward", "bf16", 16, False, "lstm"): (64, 64, 24),
     ("forward", "bf16", 16, False, "gru"): (68, 68, 48),
     ("forward", "bf16", 16, False, "rnn"): (80, 80, 76),
