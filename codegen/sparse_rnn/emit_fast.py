@@ -77,7 +77,8 @@ def start_text(spec: FastSpec) -> Iterator[str]:
     yield "words = ()"
     yield "for k in gl.static_range(KR):"
     yield "    words = words + (gl.load(mine + k * THREADS),)"
-    yield f"room = gl.allocate_shared_memory(gl.int64, [{spec.room_lines}, {LINE}], LINE)"
+    if spec.room_lines:
+        yield f"room = gl.allocate_shared_memory(gl.int64, [{spec.room_lines}, {LINE}], LINE)"
     if spec.shared_words:
         yield "for k in gl.static_range(KT - KR):"
         yield f"    held = {_held(spec, 'k')}"
@@ -87,9 +88,12 @@ def start_text(spec: FastSpec) -> Iterator[str]:
     if spec.shared_words:
         yield "gl.barrier()  # or there is one in the loop: words and states are one buffer"
     kind = f"gl.int{8 * spec.element_bytes}"
-    view = f"_reinterpret({kind}, [{power_of_two(spec.states)}], LINE)"
-    for turn in range(spec.passes):
-        yield f"states_{turn} = room.index({turn * spec.states_lines}).{view}"
+    length = power_of_two(spec.states)
+    if spec.passes == 1:
+        yield f"states_0 = room.index(0)._reinterpret({kind}, [{length}], LINE)"
+    else:  # parts of one buffer would be taken to overlap: a barrier more for each pass
+        for turn in range(spec.passes):
+            yield f"states_{turn} = gl.allocate_shared_memory({kind}, [{length}], LINE)"
     for a in range(0, spec.batch, 2):
         yield f"sums_{a} = gl.allocate_shared_memory(gl.int64, [{spec.segments} * THREADS], LINE)"
     yield "row = gl.arange(0, R, layout=UNIT)"
@@ -105,7 +109,7 @@ def start_text(spec: FastSpec) -> Iterator[str]:
 def _held(spec: FastSpec, k: str, *, values: bool = False) -> str:
     """The words of shared memory behind the states, or the values behind the words. Layouts are
     of powers of two, so the states' own are longer than they: nothing lies or is read there."""
-    start = spec.passes * spec.states_lines
+    start = (spec.passes == 1) * spec.states_lines
     if values:
         start += spec.shared_words * spec.threads // (2 * LINE)
     kind = "gl.float32" if values else "gl.int32"

@@ -143,9 +143,9 @@ class FastSpec(Part):
 
     @property
     def room_lines(self) -> int:
-        """Lines of shared memory for the states and then the words."""
+        """Lines of shared memory for the states, if of one pass, and then the words."""
         words = self.shared_words * self.threads * (2 if self.value == "fp32" else 1)
-        return self.passes * self.states_lines + words // (2 * LINE)
+        return (self.passes == 1) * self.states_lines + words // (2 * LINE)
 
     @property
     def words(self) -> int:

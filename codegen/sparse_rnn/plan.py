@@ -132,7 +132,10 @@ def own_bytes(columns: int, batch: int, slots: int, value: Value) -> int:
     """Shared memory that a block needs beside weights: the states, and a sum for each slot."""
     each = element_bytes(value, batch)
     passes = -(-batch // (COLUMNS[value] * each // 8))
-    return each * passes * states_length(columns) + 8 * -(-batch // 2) * slots
+    length = states_length(columns)
+    if passes > 1:
+        length = power_of_two(length)
+    return each * passes * length + 8 * -(-batch // 2) * slots
 
 
 def plan_kernel(
