@@ -1,8 +1,9 @@
 """Text that the fast kernels share, in Gluon: a thread is a slot.
 
-A gather of 64 bits brings two batch columns of a state in fp32, or four in 16 bits. The upper of
-two bf16 in 32 bits is read as a float with the lower still below it; the sender picks the upper
-half so that the whole is nearest, which is as exact as rounding it alone.
+A gather of 64 bits brings two batch columns of a state in fp32, or four in 16 bits; one of 32 bits
+brings half as many, where there are no more. The upper of two bf16 in 32 bits is read as a float
+with the lower still below it; the sender picks the upper half so that the whole is nearest, which
+is as exact as rounding it alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from graphpar.codegen.sparse_rnn.devices import WARP
 from graphpar.codegen.sparse_rnn.emit_fast_helpers import IMPORTS, PAYLOADS, SYNC, helpers
 from graphpar.codegen.sparse_rnn.fast_spec import WHOLE_WORD_COLUMNS, FastSpec
+from graphpar.codegen.sparse_rnn.limits import LINE
+from graphpar.codegen.sparse_rnn.spec import power_of_two
 
 
 def constants(spec: FastSpec) -> dict[str, int]:
@@ -22,7 +25,7 @@ def constants(spec: FastSpec) -> dict[str, int]:
         "N": spec.exchanged,
         "G": spec.cell.gates,
         "KR": spec.register_words,
-        "KT": spec.depth,
+        "KT": spec.nonzeros,
         "R": spec.rows,
         "Q": spec.slots,
         "WARPS": spec.warps,
@@ -61,10 +64,11 @@ def columns_of(spec: FastSpec, turn: int) -> range:
 
 def start_text(spec: FastSpec) -> Iterator[str]:
     """Load what stays on chip, make room in shared memory."""
-    across = f"[{WARP // spec.slots}, {spec.slots}]"
+    each = spec.lane_slots
+    across = f"[{WARP * each // spec.slots}, {spec.slots // each}]"
     yield "THREADS: gl.constexpr = WARPS * 32"
     yield "SLOT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])"
-    yield f"SLOTS: gl.constexpr = gl.BlockedLayout([1, 1], {across}, [WARPS, 1], [1, 0])"
+    yield f"SLOTS: gl.constexpr = gl.BlockedLayout([1, {each}], {across}, [WARPS, 1], [1, 0])"
     yield "UNIT: gl.constexpr = gl.SliceLayout(1, SLOTS)"
     yield "LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])"
     yield "block = gl.program_id(0)"
@@ -73,16 +77,25 @@ def start_text(spec: FastSpec) -> Iterator[str]:
     yield "words = ()"
     yield "for k in gl.static_range(KR):"
     yield "    words = words + (gl.load(mine + k * THREADS),)"
+    if spec.room_lines:
+        yield f"room = gl.allocate_shared_memory(gl.int64, [{spec.room_lines}, {LINE}], LINE)"
     if spec.shared_words:
-        yield "held = gl.allocate_shared_memory(gl.int32, [KT - KR, THREADS], LINE)"
         yield "for k in gl.static_range(KT - KR):"
-        yield "    held.index(k).store(gl.load(mine + (KR + k) * THREADS))"
+        yield f"    held = {_held(spec, 'k')}"
+        yield "    held.store(gl.load(mine + (KR + k) * THREADS))"
     if spec.value == "fp32":
         yield from _values_text(spec)
-    for turn in range(spec.passes):
-        yield f"states_{turn} = gl.allocate_shared_memory(gl.int64, [{spec.states}], LINE)"
+    if spec.shared_words:
+        yield "gl.barrier()  # or there is one in the loop: words and states are one buffer"
+    kind = f"gl.int{8 * spec.element_bytes}"
+    length = power_of_two(spec.states)
+    if spec.passes == 1:
+        yield f"states_0 = room.index(0)._reinterpret({kind}, [{length}], LINE)"
+    else:  # parts of one buffer would be taken to overlap: a barrier more for each pass
+        for turn in range(spec.passes):
+            yield f"states_{turn} = gl.allocate_shared_memory({kind}, [{length}], LINE)"
     for a in range(0, spec.batch, 2):
-        yield f"sums_{a} = gl.allocate_shared_memory(gl.int64, [THREADS], LINE)"
+        yield f"sums_{a} = gl.allocate_shared_memory(gl.int64, [{spec.segments} * THREADS], LINE)"
     yield "row = gl.arange(0, R, layout=UNIT)"
     yield "part = gl.arange(0, Q, layout=gl.SliceLayout(0, SLOTS))"
     yield "at = row[:, None] * Q + part[None, :]"
@@ -93,6 +106,17 @@ def start_text(spec: FastSpec) -> Iterator[str]:
     yield "own = unit >= 0"
 
 
+def _held(spec: FastSpec, k: str, *, values: bool = False) -> str:
+    """The words of shared memory behind the states, or the values behind the words. Layouts are
+    of powers of two, so the states' own are longer than they: nothing lies or is read there."""
+    start = (spec.passes == 1) * spec.states_lines
+    if values:
+        start += spec.shared_words * spec.threads // (2 * LINE)
+    kind = "gl.float32" if values else "gl.int32"
+    line = f"room.index({start} + ({k}) * {spec.threads // (2 * LINE)})"
+    return f"{line}._reinterpret({kind}, [THREADS], LINE)"
+
+
 def _values_text(spec: FastSpec) -> Iterator[str]:
     """Values of 32 bits, each beside the word of its column."""
     yield "real_at = value_ptr + block * (KT * THREADS) + thread"
@@ -100,9 +124,9 @@ def _values_text(spec: FastSpec) -> Iterator[str]:
     yield "for k in gl.static_range(KR):"
     yield "    values = values + (gl.load(real_at + k * THREADS),)"
     if spec.shared_words:
-        yield "held_values = gl.allocate_shared_memory(gl.float32, [KT - KR, THREADS], LINE)"
         yield "for k in gl.static_range(KT - KR):"
-        yield "    held_values.index(k).store(gl.load(real_at + (KR + k) * THREADS))"
+        yield f"    held = {_held(spec, 'k', values=True)}"
+        yield "    held.store(gl.load(real_at + (KR + k) * THREADS))"
 
 
 def clock_text(spec: FastSpec) -> Iterator[str]:
@@ -133,12 +157,14 @@ def product_text(spec: FastSpec) -> Iterator[str]:
                 given = f"source + {turn} * N, states_{turn}"
                 yield f"fetch({given}, N, {start}, {size}, WARPS)"
             else:
-                given = f"source + {turn} * (2 * N), states_{turn}, now, error_ptr"
+                given = f"source + {turn} * ({spec.payloads} * N), states_{turn}, now, error_ptr"
                 yield f"receive({given}, N, {start}, {size}, WARPS, SPIN)"
-    yield from _gather(spec)
-    for a in range(0, spec.batch, 2):
-        b = min(a + 1, spec.batch - 1)
-        yield f"sums_{a}.store(pair(a_{a}, a_{b}))"
+    for segment in range(spec.segments):
+        yield from _gather(spec, segment)
+        part = f".slice({segment} * THREADS, THREADS)" if spec.segments > 1 else ""
+        for a in range(0, spec.batch, 2):
+            b = min(a + 1, spec.batch - 1)
+            yield f"sums_{a}{part}.store(pair(a_{a}, a_{b}))"
     for a in range(0, spec.batch, 2):
         for gate in range(spec.gates):
             yield f"both = gl.reshape(sums_{a}.gather(slots_{gate}, 0), [R, Q])"
@@ -151,22 +177,22 @@ def product_text(spec: FastSpec) -> Iterator[str]:
 
 def send_text(spec: FastSpec, names: Sequence[Sequence[str]]) -> Iterator[str]:
     """Write ``names[GATE][COLUMN]`` of the own units to the exchange."""
-    each = spec.columns // 2
+    each = spec.columns // spec.payloads
     for gate, values in enumerate(names):
         for turn in range(spec.passes):
             given = [values[b] for b in columns_of(spec, turn)]
             given += [given[-1]] * (spec.columns - len(given))
             payloads = [
                 f"{PAYLOADS[spec.value]}({', '.join(given[each * which :][:each])})"
-                for which in range(2)
+                for which in range(spec.payloads)
             ]
             unit = f"{gate} * H + unit"
             if spec.sync == "counter":
-                yield f"word = joined({', '.join(payloads)})"
+                yield f"word = joined({', '.join((payloads * 2)[:2])})"
                 place = f"target + {turn} * N + {unit}"
                 yield f'gl.store({place}, word, mask=own, cache_modifier=".cg")'
                 continue
-            yield f"place = target + {turn} * (2 * N) + ({unit}) * 2"
+            yield f"place = target + {turn} * ({spec.payloads} * N) + ({unit}) * {spec.payloads}"
             for which, payload in enumerate(payloads):
                 yield f"word = tagged({payload}, now + 1)"
                 yield f'gl.store(place + {which}, word, mask=own, cache_modifier=".cg")'
@@ -174,15 +200,18 @@ def send_text(spec: FastSpec, names: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "arrive(counter_ptr)"
 
 
-def _gather(spec: FastSpec) -> Iterator[str]:
+def _gather(spec: FastSpec, segment: int) -> Iterator[str]:
     for b in range(spec.batch):
         yield f"a_{b} = gl.zeros([THREADS], gl.float32, SLOT)"
-    yield "for k in gl.static_range(KT):"
+    if spec.segments > 1:
+        yield f"for k in gl.static_range({segment}, KT, {spec.segments}):"
+    else:
+        yield "for k in gl.static_range(KT):"
     if spec.shared_words:
         yield "    if k < KR:"
         yield "        word = words[k]"
         yield "    else:"
-        yield "        word = held.index(k - KR).load(SLOT)"
+        yield f"        word = {_held(spec, 'k - KR')}.load(SLOT)"
     else:
         yield "    word = words[k]"
     if spec.value == "fp32":
@@ -194,11 +223,11 @@ def _gather(spec: FastSpec) -> Iterator[str]:
     value = "real(word)" if whole else "upper(word)"
     yield f"    value = {value}"
     for turn in range(spec.passes):
-        yield f"    four = states_{turn}.gather(word & 0xFFFF, 0)"
+        yield f"    picked = states_{turn}.gather(word & 0xFFFF, 0)"
         columns = columns_of(spec, turn)
         for half in range(-(-len(columns) // 2)):
             a = columns[2 * half]
-            yield f"    two = {'four' if not half else '(four >> 32)'}.to(gl.int32)"
+            yield f"    two = {'(picked >> 32)' if half else 'picked'}.to(gl.int32)"
             yield f"    a_{a} += value * lower(two)"
             if a + 1 in columns:
                 both = "real" if spec.value == "bf16" else "upper"
@@ -210,11 +239,11 @@ def _fp32_columns(spec: FastSpec) -> Iterator[str]:
         yield "    if k < KR:"
         yield "        value = values[k]"
         yield "    else:"
-        yield "        value = held_values.index(k - KR).load(SLOT)"
+        yield f"        value = {_held(spec, 'k - KR', values=True)}.load(SLOT)"
     else:
         yield "    value = values[k]"
     for turn in range(spec.passes):
-        yield f"    two = states_{turn}.gather(word, 0)"
+        yield f"    picked = states_{turn}.gather(word, 0)"
         for b in columns_of(spec, turn):
-            half = "two" if b % 2 == 0 else "(two >> 32)"
+            half = "picked" if b % 2 == 0 else "(picked >> 32)"
             yield f"    a_{b} += value * real({half}.to(gl.int32))"

@@ -40,6 +40,15 @@ def real(x):
 def pair(a, b):
     """Two floats in 64 bits."""
     return (bits(a).to(gl.int64) & 0xFFFFFFFF) | (bits(b).to(gl.int64) << 32)
+
+
+@gluon.jit
+def kept(word):
+    """The word itself, behind the compiler's back: else it would keep more registers over all
+    steps, for each word with its column and its value, for each piece with its addresses."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
+    )
 '''
 
 _BF16 = '''
@@ -91,23 +100,14 @@ def upper(word):
     return lower(word >> 16)
 '''
 
-_KEPT = '''
-@gluon.jit
-def kept(word):
-    """The word itself, behind the compiler's back: else it would keep two more registers for each
-    word over all steps, one with the column and one with the value."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
-    )
-'''
-
-_LAMPORT = '''
+_TAGGED = '''
 @gluon.jit
 def tagged(payload, epoch):
     """A word of the exchange: 32 bits of payload, and above them the epoch."""
     return (payload.to(gl.int64) & 0xFFFFFFFF) | (epoch.to(gl.int64) << 32)
+'''
 
-
+_WIDE = '''
 @gluon.jit
 def spin(a, b, address, epoch, error_ptr):
     """Read two words again until both carry the epoch; each thread waits for its own alone."""
@@ -165,7 +165,10 @@ def receive(
 ):
     """Wait for the elements [START, START + SIZE), and put them into shared memory."""
     WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
-    unit = START + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WORDS))
+    unit = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WORDS))
+    if SPIN:
+        unit = kept(unit)
+    unit = START + unit
     which = gl.arange(0, 2, layout=gl.SliceLayout(0, WORDS))
     place = unit[:, None] * 2 + which[None, :]
     there = (unit < N)[:, None] & (which >= 0)[None, :]
@@ -173,7 +176,8 @@ def receive(
     both = gl.load(source + place, mask=there, other=fine, volatile=True)
     if SPIN:
         a, b = gl.split(both)
-        address = source + (START + gl.arange(0, SIZE, layout=a.type.layout)) * 2
+        same = kept(gl.arange(0, SIZE, layout=a.type.layout))
+        address = source + (START + same) * 2
         payload = spin(a, b, address.to(gl.int64), epoch, error_ptr.to(gl.int64))
     else:
         late = gl.max(gl.max(gl.where((both >> 32).to(gl.int32) != epoch, 1, 0), 1), 0)
@@ -182,6 +186,78 @@ def receive(
             late = gl.max(gl.max(gl.where((both >> 32).to(gl.int32) != epoch, 1, 0), 1), 0)
         a, b = gl.split(both)
         payload = (a & 0xFFFFFFFF) | (b << 32)
+    states.slice(START, SIZE).store(payload)
+'''.replace("GIVE_UP", str(GIVE_UP))
+
+_NARROW = '''
+@gluon.jit
+def spin(word, address, epoch, error_ptr):
+    """Read a word again until it carries the epoch; each thread waits for its own alone."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred done, busy;
+        .reg .b32 tag, tries, flag;
+        .reg .b64 seen;
+        mov.b64 seen, $1;
+        mov.u32 tries, 0;
+        CHECK:
+        mov.b64 {$0, tag}, seen;
+        setp.eq.s32 done, tag, $3;
+        @done bra READY;
+        add.u32 tries, tries, 1;
+        and.b32 flag, tries, 4095;
+        setp.ne.u32 busy, flag, 0;
+        @busy bra AGAIN;
+        ld.relaxed.gpu.global.b32 flag, [$4];
+        setp.ne.u32 done, flag, 0;
+        @done bra READY;
+        setp.lt.u32 busy, tries, GIVE_UP;
+        @busy bra AGAIN;
+        mov.u32 flag, 1;
+        st.relaxed.gpu.global.b32 [$4], flag;
+        bra READY;
+        AGAIN:
+        ld.relaxed.gpu.global.b64 seen, [$2];
+        bra CHECK;
+        READY:
+        }""",
+        "=&r,l,l,r,l",
+        [word, address, epoch, error_ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def receive(
+    source,
+    states,
+    epoch,
+    error_ptr,
+    N: gl.constexpr,
+    START: gl.constexpr,
+    SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+    SPIN: gl.constexpr,
+):
+    """Wait for the elements [START, START + SIZE), and put them into shared memory."""
+    WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    unit = gl.arange(0, SIZE, layout=WORDS)
+    if SPIN:
+        unit = kept(unit)
+    unit = START + unit
+    fine = epoch.to(gl.int64) << 32
+    word = gl.load(source + unit, mask=unit < N, other=fine, volatile=True)
+    if SPIN:
+        address = (source + unit).to(gl.int64)
+        payload = spin(word, address, epoch, error_ptr.to(gl.int64))
+    else:
+        late = gl.max(gl.where((word >> 32).to(gl.int32) != epoch, 1, 0), 0)
+        while late > 0:
+            word = gl.load(source + unit, mask=unit < N, other=fine, volatile=True)
+            late = gl.max(gl.where((word >> 32).to(gl.int32) != epoch, 1, 0), 0)
+        payload = word.to(gl.int32)
     states.slice(START, SIZE).store(payload)
 '''.replace("GIVE_UP", str(GIVE_UP))
 
@@ -266,7 +342,7 @@ def fetch(
     WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     unit = START + gl.arange(0, SIZE, layout=WORDS)
     word = gl.load(source + unit, mask=unit < N, other=0, cache_modifier=".cg")
-    states.slice(START, SIZE).store(word)
+    states.slice(START, SIZE).store(word.to(states.dtype))
 '''.replace("GIVE_UP", str(GIVE_UP))
 
 PAYLOADS: Mapping[Value, str] = {"bf16": "halves", "fp16": "halves", "fp32": "bits"}
@@ -279,5 +355,6 @@ SYNC = {
 
 def helpers(spec: FastSpec) -> str:
     """The functions that the text of a kernel calls."""
-    values = {"bf16": _BF16 + _KEPT, "fp16": _FP16 + _KEPT, "fp32": ""}[spec.value]
-    return _SHARED + values + (_LAMPORT if spec.sync == "lamport" else _COUNTER)
+    values = {"bf16": _BF16, "fp16": _FP16, "fp32": ""}[spec.value]
+    lamport = _TAGGED + (_WIDE if spec.payloads == 2 else _NARROW)
+    return _SHARED + values + (lamport if spec.sync == "lamport" else _COUNTER)

@@ -45,6 +45,11 @@ def _load(name: str, pointer: str, at: str, mask: str = "own") -> str:
     return f"{name} = gl.load({pointer} + {at}, mask={mask}, other=0.0)"
 
 
+def _around(product: Iterator[str], inputs: list[str], spec: FastSpec) -> Iterator[str]:
+    """Inputs are read before the wait, which hides them, unless registers are scarce."""
+    yield from (*product, *inputs) if spec.frugal else (*inputs, *product)
+
+
 def _forward(spec: FastSpec) -> Iterator[str]:
     yield from start_text(spec)
     yield from clock_text(spec)
@@ -64,11 +69,12 @@ def _forward(spec: FastSpec) -> Iterator[str]:
 def _forward_step(spec: FastSpec) -> Iterator[str]:
     yield "t = steps - 1 - step" if spec.reverse else "t = step"
     yield from buffers_text(spec)
-    for b in range(spec.batch):  # before the wait, which hides them
-        for gate in range(spec.cell.gates):
-            at = f"(t * B + {b}) * (G * H) + {gate} * H + unit"
-            yield _load(f"x_{gate}_{b}", "gates_ptr", at)
-    yield from product_text(spec)
+    inputs = [
+        _load(f"x_{gate}_{b}", "gates_ptr", f"(t * B + {b}) * (G * H) + {gate} * H + unit")
+        for b in range(spec.batch)
+        for gate in range(spec.cell.gates)
+    ]
+    yield from _around(product_text(spec), inputs, spec)
     for b in range(spec.batch):
         yield f"# batch column {b}"
         names: dict[str, str | int] = {"b": b}
@@ -112,9 +118,8 @@ def _backward_step(spec: FastSpec) -> Iterator[str]:
     yield "is_first = step == steps - 1"
     yield from buffers_text(spec)
     read = emit_backward.READ[cell]
-    for b in range(spec.batch):
-        yield from _inputs(spec, b, read)
-    yield from product_text(spec)
+    inputs = [line for b in range(spec.batch) for line in _inputs(spec, b, read)]
+    yield from _around(product_text(spec), inputs, spec)
     for b in range(spec.batch):
         yield f"# batch column {b}"
         dh = f"y_0_{b} + dout_{b}" + (f" + direct_{b}" if cell == "gru" else "")
@@ -137,7 +142,7 @@ def _backward_step(spec: FastSpec) -> Iterator[str]:
 
 
 def _inputs(spec: FastSpec, b: int, read: tuple[str, ...]) -> Iterator[str]:
-    """What a step reads of the forward, before the wait, which hides it."""
+    """What a step reads of the forward."""
     cell, saved = spec.cell_name, spec.cell.saved
     yield _load(f"dout_{b}", "dout_ptr", f"(t * B + {b}) * H + unit")
     for place, name in enumerate(read):

@@ -60,11 +60,11 @@ class Exchange:
         else:
             halves = padded.to(TYPES[spec.value]).view(torch.int16).to(torch.int64) & 0xFFFF
             payloads = halves[::2] | (halves[1::2] << 16)
-        pairs = payloads.unflatten(0, (spec.passes, 2))  # passes, 2, N
+        each = payloads.unflatten(0, (spec.passes, spec.payloads))  # passes, payloads, N
         if spec.sync == "counter":
-            words = pairs[:, 0] | (pairs[:, 1] << 32)
+            words = each[:, 0] | (each[:, -1] << 32)
         else:
-            words = pairs.transpose(1, 2) | (self.clock[0].to(torch.int64) << 32)
+            words = each.transpose(1, 2) | (self.clock[0].to(torch.int64) << 32)
         flat = words.reshape(-1)
         self.words[: len(flat)] = flat
 

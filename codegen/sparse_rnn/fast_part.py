@@ -18,7 +18,7 @@ from graphpar.codegen.sparse_rnn.emit_fast import constants
 from graphpar.codegen.sparse_rnn.emit_fast_parts import arguments
 from graphpar.codegen.sparse_rnn.exchange import TYPES, Exchange, capturing
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
-from graphpar.codegen.sparse_rnn.limits import Value, slices_of
+from graphpar.codegen.sparse_rnn.limits import Value, element_bytes, slices_of
 from graphpar.codegen.sparse_rnn.operands import (
     RESULTS,
     backward_operands,
@@ -67,10 +67,12 @@ class FastPart:
             matrix,
             gates=gates,
             programs=min(programs, hidden),
-            threads=WARP * shape.warps,
+            threads=WARP * shape.warps * shape.segments,
             value_type=TYPES[value],
+            load_bytes=element_bytes(value, shape.columns),
         )
         layout, device = packed.layout, weight.device
+        nonzeros = layout.depth * shape.segments
         rows, slots = power_of_two(layout.units.shape[1]), power_of_two(layout.slots.shape[2])
         self._fixed: dict[str, Any] = {
             "cell_name": cell,
@@ -78,8 +80,10 @@ class FastPart:
             "hidden": hidden,
             "programs": len(layout.units),
             "warps": shape.warps,
-            "register_words": max(layout.depth - shape.shared_words, 0),
-            "shared_words": min(shape.shared_words, layout.depth),
+            "register_words": max(nonzeros - shape.shared_words, 0),
+            "shared_words": min(shape.shared_words, nonzeros),
+            "segments": shape.segments,
+            "frugal": shape.frugal,
             "rows": rows,
             "slots": slots,
             "value": value,

@@ -8,10 +8,12 @@ from typing import Literal
 from graphpar.codegen.sparse_rnn.devices import WARP
 from graphpar.codegen.sparse_rnn.limits import (
     COLUMNS,
+    LINE,
     MAX_BATCH,
     SLOTS_PER_ROW,
     Value,
     chunks_of,
+    element_bytes,
     slices_of,
     states_length,
 )
@@ -29,8 +31,11 @@ class FastSpec(Part):
     """A kernel of one layer and direction.
 
     Attributes:
-        programs, warps: blocks, and warps of each; a thread holds one slot.
-        register_words, shared_words: words of a thread in registers and in shared memory.
+        programs, warps: blocks, and warps of each; a thread holds ``segments`` slots.
+        frugal: with registers, for more words in them: few states are received at a time, and what
+            the cell reads of its inputs waits for the product.
+        segments: slots that a thread works one after another, a power of two.
+        register_words, shared_words: non-zeros of a thread in registers and in shared memory.
         rows: units per block, slots: slots per row, powers of two.
         value: type of the weights and of what blocks exchange. sync: "lamport", words that carry
             their epoch, or "counter", a barrier of all blocks.
@@ -43,6 +48,8 @@ class FastSpec(Part):
     rows: int
     slots: int
     shared_words: int = 0
+    segments: int = 1
+    frugal: bool = False
     value: Value = "bf16"
     sync: Literal["lamport", "counter"] = "lamport"
     reverse: bool = False
@@ -51,6 +58,8 @@ class FastSpec(Part):
     def __post_init__(self) -> None:
         assert self.rows == power_of_two(self.rows)
         assert self.slots == power_of_two(self.slots)
+        assert self.segments == power_of_two(self.segments)
+        assert self.nonzeros % self.segments == 0
         if not 1 <= self.batch <= MAX_BATCH:
             raise CapacityError(f"a batch of {self.batch}: one launch takes 1 to {MAX_BATCH}")
         if self.slots > SLOTS_PER_ROW:
@@ -69,6 +78,8 @@ class FastSpec(Part):
             warps=plan.warps,
             register_words=plan.register_words,
             shared_words=plan.shared_words,
+            segments=plan.shape.segments,
+            frugal=plan.shape.frugal,
             rows=plan.rows,
             slots=plan.slots,
             reverse=reverse,
@@ -76,17 +87,33 @@ class FastSpec(Part):
         )
 
     @property
-    def depth(self) -> int:
+    def nonzeros(self) -> int:
+        """Of a thread."""
         return self.register_words + self.shared_words
+
+    @property
+    def depth(self) -> int:
+        """Non-zeros of a slot, KT."""
+        return self.nonzeros // self.segments
 
     @property
     def threads(self) -> int:
         return self.warps * WARP
 
     @property
+    def element_bytes(self) -> int:
+        """Of a state's batch columns that are gathered at once."""
+        return element_bytes(self.value, self.batch)
+
+    @property
+    def payloads(self) -> int:
+        """Of 32 bits, in an element."""
+        return self.element_bytes // 4
+
+    @property
     def columns(self) -> int:
         """Batch columns that a gather serves."""
-        return COLUMNS[self.value]
+        return COLUMNS[self.value] * self.element_bytes // 8
 
     @property
     def passes(self) -> int:
@@ -96,15 +123,32 @@ class FastSpec(Part):
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """(start, size) of the pieces, powers of two, in which a block receives the states."""
-        return chunks_of(self.exchanged, self.threads)
+        return chunks_of(self.exchanged, self.threads, frugal=self.frugal)
 
     @property
     def states(self) -> int:
-        """Elements of the states in shared memory."""
+        """Elements of a pass that lie in shared memory."""
         return states_length(self.exchanged)
 
     @property
+    def lane_slots(self) -> int:
+        """Neighbouring slots of a row whose sums one lane adds: as few as give each thread one
+        unit at most."""
+        return min(self.slots, max(1, self.rows * self.slots // self.threads))
+
+    @property
+    def states_lines(self) -> int:
+        """Lines of the states of a pass."""
+        return self.states * self.element_bytes // (8 * LINE)
+
+    @property
+    def room_lines(self) -> int:
+        """Lines of shared memory for the states, if of one pass, and then the words."""
+        words = self.shared_words * self.threads * (2 if self.value == "fp32" else 1)
+        return (self.passes == 1) * self.states_lines + words // (2 * LINE)
+
+    @property
     def words(self) -> int:
-        """64-bit words of the exchange, both buffers: [2, passes, N], and twice that if half of
-        each is its epoch."""
-        return 2 * self.passes * self.exchanged * (2 if self.sync == "lamport" else 1)
+        """64-bit words of the exchange, both buffers: [2, passes, N], and one for each payload if
+        half of each is its epoch."""
+        return 2 * self.passes * self.exchanged * (self.payloads if self.sync == "lamport" else 1)

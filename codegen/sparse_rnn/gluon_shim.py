@@ -72,45 +72,77 @@ def __getattr__(name: str) -> Any:
 
 
 class SharedMemory:
-    """An array in shared memory, or a part of one."""
+    """An array in shared memory, or a part of one.
 
-    def __init__(self, dtype: Any, data: Any, written: Any) -> None:
-        self._dtype, self._data, self._written = dtype, data, written
+    ``room`` and ``written``: bytes of the whole, and whether they were stored to; ``start``: of
+    this array in it, whose end may lie beyond that of the room.
+    """
+
+    def __init__(self, dtype: Any, shape: list[int], room: Any, written: Any, start: int) -> None:
+        self._dtype, self._shape = dtype, shape
+        self._room, self._written, self._start = room, written, start
+        self._type = np.dtype(interpreter._get_np_dtype(dtype))
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
 
     def store(self, value: Any) -> None:
         data = value.handle.data
-        if data.shape != self._data.shape:
-            raise InternalError(f"{data.shape} into shared memory of {self._data.shape}")
-        self._data[...] = data
-        self._written[...] = True
+        if list(data.shape) != self._shape:
+            raise InternalError(f"{data.shape} into shared memory of {self._shape}")
+        if self._end() > len(self._room):
+            raise InternalError("a store out of the bounds of shared memory")
+        raw = np.ascontiguousarray(data, self._type).reshape(-1).view(np.uint8)
+        self._room[self._start : self._end()] = raw
+        self._written[self._start : self._end()] = True
 
     def load(self, layout: Any) -> Any:
-        return self._tensor(self._data, self._written)
+        return self._tensor(np.arange(np.prod(self._shape)).reshape(self._shape))
 
     def gather(self, index: Any, axis: int) -> Any:
         places = index.handle.data
-        if (places < 0).any() or (places >= len(self._data)).any():
+        if (places < 0).any() or (places >= self._shape[0]).any():
             raise InternalError("a gather out of the bounds of shared memory")
-        return self._tensor(self._data[places], self._written[places])
+        return self._tensor(places)
 
     def slice(self, start: int, size: int) -> SharedMemory:
-        end = start + size
-        if end > len(self._data):
+        if start + size > self._shape[0]:
             raise InternalError("a slice out of the bounds of shared memory")
-        return SharedMemory(self._dtype, self._data[start:end], self._written[start:end])
+        return self._part(self._dtype, [size], start * self._type.itemsize)
 
     def index(self, place: int) -> SharedMemory:
-        return SharedMemory(self._dtype, self._data[place], self._written[place])
+        if not 0 <= place < self._shape[0]:
+            raise InternalError("a line out of the bounds of shared memory")
+        each = int(np.prod(self._shape[1:])) * self._type.itemsize
+        return self._part(self._dtype, self._shape[1:], place * each)
 
-    def _tensor(self, data: Any, written: Any) -> Any:
-        if not written.all():
+    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> SharedMemory:
+        return self._part(dtype, _sizes(shape), 0)
+
+    def _part(self, dtype: Any, shape: list[int], start: int) -> SharedMemory:
+        return SharedMemory(dtype, shape, self._room, self._written, self._start + start)
+
+    def _end(self) -> int:
+        return self._start + int(np.prod(self._shape) * self._type.itemsize)
+
+    def _tensor(self, places: Any) -> Any:
+        size = self._type.itemsize
+        at = (self._start + places * size)[..., None] + np.arange(size)
+        if (at >= len(self._room)).any():
+            raise InternalError("a read out of the bounds of shared memory")
+        if not self._written[at].all():
             raise InternalError("shared memory that was never written is read")
-        handle = interpreter.TensorHandle(data.copy(), self._dtype)
+        data = np.ascontiguousarray(self._room[at]).view(self._type)[..., 0]
+        handle = interpreter.TensorHandle(data, self._dtype)
         return tl.tensor(handle, tl.block_type(self._dtype, list(data.shape)))
 
 
+def _sizes(shape: Any) -> list[int]:
+    return [int(getattr(size, "value", size)) for size in shape]
+
+
 def allocate_shared_memory(dtype: Any, shape: Any, layout: Any) -> SharedMemory:
-    sizes = [int(getattr(size, "value", size)) for size in shape]
-    return SharedMemory(
-        dtype, np.zeros(sizes, interpreter._get_np_dtype(dtype)), np.zeros(sizes, bool)
-    )
+    sizes = _sizes(shape)
+    nbytes = int(np.prod(sizes)) * np.dtype(interpreter._get_np_dtype(dtype)).itemsize
+    return SharedMemory(dtype, sizes, np.zeros(nbytes, np.uint8), np.zeros(nbytes, bool), 0)

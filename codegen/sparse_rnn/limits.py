@@ -1,6 +1,6 @@
 """What a fast kernel's block may hold, and how it is cut into launches and pieces.
 
-The limits of words in registers are those that compile without spills (``test_full_sizes``).
+How many words stay in registers is probed: see ``register_words``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from graphpar.codegen.sparse_rnn.cells import cell_of
 from graphpar.codegen.sparse_rnn.devices import WARP
-from graphpar.codegen.sparse_rnn.spec import power_of_two
+from graphpar.codegen.sparse_rnn.register_words import REGISTER_WORDS
 
 Value = Literal["bf16", "fp16", "fp32"]
 """Type of weights and of what blocks exchange."""
@@ -20,42 +21,43 @@ SLOTS_PER_ROW = 32
 MAX_BATCH = 8
 _MOST_CHUNKS = 3
 _LEAST_CHUNK = 64
-_MOST_RECEIVED = 8  # elements of a piece that a thread receives
+LINE = 32
+"""Elements of 64 bits in a line of shared memory: what lies in it starts with one."""
+_MOST_RECEIVED, _FRUGALLY_RECEIVED = 8, 2  # elements of a piece that a thread receives
 
-REGISTER_WORDS: Mapping[tuple[str, Value], Mapping[int, Mapping[str, tuple[int, int, int]]]] = {
-    ("forward", "bf16"): {
-        8: {"lstm": (160, 160, 152), "gru": (160, 160, 160), "rnn": (160, 160, 160)},
-        16: {"lstm": (64, 64, 24), "gru": (68, 68, 48), "rnn": (80, 80, 76)},
-    },
-    ("backward", "bf16"): {
-        8: {"lstm": (144, 144, 0), "gru": (136, 112, 0), "rnn": (160, 160, 0)},
-        16: {"lstm": (20, 20, 0), "gru": (0, 0, 0), "rnn": (72, 72, 0)},
-    },
-    ("forward", "fp16"): {
-        8: {"lstm": (160, 160, 152), "gru": (160, 160, 160), "rnn": (160, 160, 160)},
-        16: {"lstm": (64, 64, 24), "gru": (68, 68, 48), "rnn": (80, 80, 76)},
-    },
-    ("backward", "fp16"): {
-        8: {"lstm": (144, 144, 0), "gru": (136, 112, 0), "rnn": (160, 160, 0)},
-        16: {"lstm": (20, 20, 0), "gru": (0, 0, 0), "rnn": (64, 64, 0)},
-    },
-    ("forward", "fp32"): {
-        8: {"lstm": (80, 80, 72), "gru": (80, 80, 80), "rnn": (80, 80, 80)},
-        16: {"lstm": (28, 28, 12), "gru": (32, 32, 20), "rnn": (40, 40, 32)},
-    },
-    ("backward", "fp32"): {
-        8: {"lstm": (32, 0, 0), "gru": (20, 0, 0), "rnn": (44, 28, 0)},
-        16: {"lstm": (8, 0, 0), "gru": (8, 0, 0), "rnn": (12, 0, 0)},
-    },
-}
-"""By part, type, warps and cell, the most non-zeros of a thread that stay in registers over the
-time loop, in launches of up to 2, 4 and 8 batch columns; 0 where even few do not."""
+CELLS = ("lstm", "gru", "rnn")
+WARPS = (8, 16)
+SEGMENTS = (1, 2, 4)
+PROBED_SLOTS = 64, 8
+"""Rows of a block and slots of a row with which words in registers were probed."""
 
 
-def register_words(cell: str, part: str, value: Value, warps: int, columns: int) -> int:
-    """The limit of :data:`REGISTER_WORDS` for launches of ``columns`` batch columns."""
-    cells = REGISTER_WORDS[part, value][warps]
-    return cells[cell.partition("_")[0]][(columns > 2) + (columns > 4)]
+def register_words(
+    cell: str,
+    part: str,
+    value: Value,
+    warps: int,
+    columns: int,
+    *,
+    frugal: bool = False,
+    tiles: int = 0,
+) -> int:
+    """The most non-zeros of a thread that stay in registers over the time loop.
+
+    Args:
+        columns: batch columns of the launch. frugal: see :class:`FastSpec`.
+        tiles: slots whose sums a thread reads for a gate; each has a register with its place.
+    """
+    name = cell.partition("_")[0]
+    known = REGISTER_WORDS.get((part, value, warps, frugal, name), (0, 0, 0))
+    gates = cell_of(cell).gates if part == "forward" else 1
+    more = max(0, tiles - PROBED_SLOTS[0] * PROBED_SLOTS[1] // (warps * WARP))
+    return max(0, known[(columns > 2) + (columns > 4)] - gates * more)
+
+
+def element_bytes(value: Value, batch: int) -> int:
+    """What a gather brings: 32 bits where that is enough for the batch, else 64."""
+    return 4 if batch <= COLUMNS[value] // 2 else 8
 
 
 def slices_of(batch: int, most: int = MAX_BATCH) -> tuple[int, ...]:
@@ -64,7 +66,7 @@ def slices_of(batch: int, most: int = MAX_BATCH) -> tuple[int, ...]:
     return tuple(batch // launches + (i < batch % launches) for i in range(launches))
 
 
-def chunks_of(elements: int, threads: int) -> tuple[tuple[int, int], ...]:
+def chunks_of(elements: int, threads: int, *, frugal: bool = False) -> tuple[tuple[int, int], ...]:
     """(start, size) of the pieces, powers of two, in which a block receives the elements.
 
     A thread holds all of a piece's words that it reads, before it waits for them: few, or they
@@ -73,7 +75,8 @@ def chunks_of(elements: int, threads: int) -> tuple[tuple[int, int], ...]:
     size = -(-elements // _LEAST_CHUNK) * _LEAST_CHUNK
     while size.bit_count() > _MOST_CHUNKS:
         size += size & -size
-    found, start, most = [], 0, _MOST_RECEIVED * threads
+    found, start = [], 0
+    most = (_FRUGALLY_RECEIVED if frugal else _MOST_RECEIVED) * threads
     for bit in range(size.bit_length() - 1, -1, -1):
         piece = min(1 << bit, most)
         for _ in range((size & 1 << bit) // piece):
@@ -83,5 +86,5 @@ def chunks_of(elements: int, threads: int) -> tuple[tuple[int, int], ...]:
 
 
 def states_length(elements: int) -> int:
-    """The array of them in shared memory, whose length is a power of two."""
-    return power_of_two(sum(size for _, size in chunks_of(elements, WARP)))
+    """How many of them a block receives."""
+    return sum(size for _, size in chunks_of(elements, WARP))

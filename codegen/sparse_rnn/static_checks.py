@@ -11,7 +11,7 @@ from graphpar.codegen.sparse_rnn.devices import device_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.sass import operation, read
 
-MAX_BARRIERS = 3
+MIN_BARRIERS, MAX_BARRIERS = 2, 3
 _REGISTERS_PER_THREAD = 255
 
 
@@ -56,18 +56,18 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
     loads = [o for o in body if o.startswith("LDG")]
     weak = sum("STRONG" not in o for o in loads)
     stores = [o for o in body if o.startswith("STG.E.64")]
-    # Of few columns only a half of the element is read.
+    # Of few columns only a half of the last element is read.
     last = spec.batch - (spec.passes - 1) * spec.columns
-    halves = ("LDS",) if last <= spec.columns // 2 else ()
+    halves = ("LDS",) if spec.payloads == 1 or last <= spec.columns // 2 else ()
     gathers = sum(o.startswith("LDS.64") or o in halves for o in body)
     barriers = sum(o.startswith("BAR") for o in body)
     polls = [p for p in code.inner() if any(_is_strong_load(i) for i in p)]
     resident = resident_blocks(compiled)
     device = device_of(compiled.arch)
-    rows_at_once = max(1, compiled.threads // spec.slots)
+    rows_at_once = max(1, compiled.threads * spec.lane_slots // spec.slots)
     per_row = -(-spec.rows // rows_at_once)
     inputs = spec.batch * _inputs(spec) * per_row
-    wanted = spec.depth * spec.passes
+    wanted = spec.nonzeros * spec.passes
     faults = []
     if compiled.stack_bytes or any(o.startswith(("LDL", "STL")) for o in body):
         faults.append(f"spills: {compiled.stack_bytes} bytes of stack")
@@ -75,12 +75,14 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
         faults.append(f"{weak} weak loads a step, the cell needs {inputs}: weights are read again")
     if gathers < wanted:
         faults.append(f"{gathers} gathers a step, fewer than {wanted} non-zeros")
-    if barriers > MAX_BARRIERS:
+    if not MIN_BARRIERS <= barriers <= MAX_BARRIERS:
         faults.append(f"{barriers} barriers a step")
     if not polls:
         faults.append("no loop reads the exchange again with a strong load")
     if any(operation(i).startswith("BAR") for poll in polls for i in poll):
         faults.append("a barrier inside a poll")
+    if _reads_early(body):
+        faults.append("states are read before the barrier that ends their writing")
     if spec.sync == "counter":
         faults += _counter_faults(body, polls)
     if not stores or any("STRONG" not in o for o in stores):
@@ -91,6 +93,19 @@ def check(spec: FastSpec, compiled: Compiled) -> Findings:
         len(body), gathers, barriers, weak, len(polls), compiled.registers,
         compiled.shared_bytes, resident, tuple(faults),
     )  # fmt: skip
+
+
+def _reads_early(body: Sequence[str]) -> bool:
+    """Whether a phase between two barriers of the block (the loop goes on at its start) writes
+    shared memory and then reads, as if states were gathered at once."""
+    phases: list[list[str]] = [[]]
+    for each in body:
+        if each.startswith("BAR"):
+            phases.append([])
+        elif each == "LDS" or each.startswith(("LDS.", "STS")):
+            phases[-1].append(each[:3])
+    phases[0] = phases.pop() + phases[0]
+    return any(phase[0] == "STS" and "LDS" in phase for phase in phases if phase)
 
 
 def _counter_faults(body: Sequence[str], polls: Sequence[tuple[str, ...]]) -> list[str]:

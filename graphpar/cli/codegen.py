@@ -150,7 +150,7 @@ def describe(plan: Plan, spec: FastSpec) -> str:
     return (
         f"{plan.device.name}: {plan.programs} blocks of {plan.warps} warps; {spec.part}, "
         f"{spec.value}, {SYNC[spec.sync]}\n"
-        f"{plan.depth} non-zeros per thread, {held} ({plan.shared_bytes:,} bytes per block)\n"
+        f"{plan.words} non-zeros per thread, {held} ({plan.shared_bytes:,} bytes per block)\n"
         f"modelled: {plan.step_us:.2f} us a step ({parts}), {plan.speedup:.1f} times as fast as "
         f"reading the dense matrix ({plan.dense_us:.2f} us)\n"
     )

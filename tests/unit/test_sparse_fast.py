@@ -22,8 +22,8 @@ from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
-from graphpar.codegen.sparse_rnn.limits import REGISTER_WORDS, register_words
 from graphpar.codegen.sparse_rnn.plan import Shape
+from graphpar.codegen.sparse_rnn.register_words import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.static_checks import Findings, check
 from graphpar.errors import CapacityError, InternalError
 from tests.unit.sparse_kernels import note
@@ -67,7 +67,12 @@ def run(
         schedule = Schedule(seed=seed, weak=True, shared=shared, patience=100)
         launch(getattr(module, spec.part), blocks, {**arguments, "SPIN": False}, schedule)
 
-    cut = Shape(warps=4, shared_words=options.pop("shared_words", 0))
+    cut = Shape(
+        warps=4,
+        shared_words=options.pop("shared_words", 0),
+        segments=options.pop("segments", 1),
+        frugal=options.pop("frugal", False),
+    )
     fast = Fast(weight, cell, batch, launch=start, programs=programs, shape=cut, **options)
     for exchange in fast.exchanges:
         exchange.words.random_(-(2**62), 0)
@@ -114,9 +119,13 @@ def test_equals_the_products(cell: str, tmp_path: Path) -> None:
         ("gru", {"value": "fp16", "shared_words": 2, "batch": 2, "backward": True}),
         ("gru", {"batch": 6, "sync": "counter", "reverse": True, "backward": True}),
         ("rnn_tanh", {"batch": 9, "hidden": 20, "launches": 2, "backward": True}),
+        ("lstm", {"batch": 2, "sync": "counter", "backward": True}),
+        ("lstm", {"segments": 2, "hidden": 130, "shared_words": 3, "backward": True}),
+        ("gru", {"segments": 4, "frugal": True, "batch": 5, "programs": 1, "backward": True}),
     ],
     ids=["two passes, shared words", "one column", "eight columns", "large", "fp16, counter",
-         "fp16, shared words", "counter", "slices"],
+         "fp16, shared words", "counter", "slices", "counter, two columns", "two segments",
+         "four segments, frugal"],
 )  # fmt: skip
 def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
     worst = run(cell, tmp_path, **options)
@@ -126,7 +135,7 @@ def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cell", "options"),
     [
-        ("lstm", {"batch": 3, "shared_words": 3}),
+        ("lstm", {"batch": 3, "shared_words": 3, "segments": 2, "frugal": True}),
         ("gru", {"batch": 1, "sync": "counter", "launches": 2}),
         ("rnn_relu", {"batch": 5, "sync": "counter", "reverse": True}),
         ("rnn_tanh", {"batch": 9, "hidden": 20}),
@@ -158,6 +167,8 @@ def test_many_schedules(cell: str, value: str, sync: str, seed: int, tmp_path: P
         sync=sync,
         reverse=bool(seed % 2),
         shared_words=seed % 3,
+        segments=1 << seed // 4 % 3,
+        frugal=seed % 3 == 1,
         backward=True,
     )
     assert max(worst.values()) < (1e-5 if value == "fp32" else LIMIT), worst
@@ -171,11 +182,23 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, type[Exception] | None]] = {
     "wrong slot": ({}, "gather(slots_0, 0)", "gather(slots_0 ^ 1, 0)", None),
     "halves exchanged": ({}, "(upper << 16) | lower", "(lower << 16) | upper", None),
     "sums never written": ({}, "sums_0.store", "sums_2.store", InternalError),
+    "two columns: plain load in the poll": ({"batch": 2}, ", volatile=True", "", DeadlockError),
+    "two columns: no wait": ({"batch": 2}, "while late > 0:", "while late > 1:", None),
+    "two columns: no new epoch": ({"batch": 2}, ", now + 1)", ", now)", DeadlockError),
+    "words under the states": (
+        {"shared_words": 3}, "room.index(2 + ", "room.index(0 + ", InternalError,
+    ),
+    "words beyond the room": (
+        {"shared_words": 3}, "room.index(2 + ", "room.index(4 + ", InternalError,
+    ),
+    "a segment's sums over another's": (
+        {"segments": 2}, ".slice(1 * THREADS", ".slice(0 * THREADS", InternalError,
+    ),
     "fp16: halves exchanged": (
         {"value": "fp16"}, "half_bits(a) | (half_bits(b) << 16)",
         "half_bits(b) | (half_bits(a) << 16)", None,
     ),
-    "fp32: columns exchanged": ({"value": "fp32"}, "real((two >> 32)", "real((two >> 0)", None),
+    "fp32: columns exchanged": ({"value": "fp32"}, "real((picked >> 32)", "real((picked)", None),
     "counter: relaxed arrival": ({"sync": "counter"}, 'sem="release"', 'sem="relaxed"', None),
     "counter: relaxed wait": ({"sync": "counter"}, 'sem="acquire"', 'sem="relaxed"', None),
     "counter: no wait": ({"sync": "counter"}, "while late < 0:", "while late < -99:", None),
@@ -294,6 +317,7 @@ def test_machine_code_is_what_was_planned(tmp_path: Path) -> None:
     more.append(replace(SPEC, cell_name="gru", part="backward", hidden=64))
     more.append(replace(SPEC, value="fp16", batch=2, hidden=64))
     more.append(replace(SPEC, value="fp32", batch=2, hidden=64, shared_words=2))
+    more.append(replace(SPEC, segments=2, frugal=True, batch=2, shared_words=2))
     assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [()] * len(more)
 
 
@@ -335,30 +359,35 @@ def test_spills_and_grids_are_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("part", "value"), REGISTER_WORDS)
-def test_full_sizes(part: Any, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", REGISTER_WORDS, ids=lambda key: "-".join(map(str, key)))
+def test_full_sizes(key: tuple[Any, Any, int, bool, str], tmp_path: Path) -> None:
     """The most words in registers that the planner counts on, with every cell's own work."""
-    large = replace(SPEC, part=part, value=value, hidden=2304, programs=108, slots=8, save=True)
+    part, value, warps, frugal, name = key
+    large = replace(SPEC, part=part, value=value, hidden=2304, programs=108, rows=64, save=True)
     specs = [
         replace(
             large,
             cell_name=cell,
             warps=warps,
             batch=batch,
+            slots=8,
+            frugal=frugal,
             register_words=words,
             shared_words=8,
         )
-        for warps in REGISTER_WORDS[part, value]
         for cell in sorted(CELLS)
-        for batch in (2, 4, 8)
-        if (words := register_words(cell, part, value, warps, batch))
+        if cell.startswith(name)
+        for batch, words in zip((2, 4, 8), REGISTER_WORDS[key], strict=True)
+        if words
     ]
-    found = findings(specs, tmp_path, ("sm_80", "sm_90"))
-    # The states of wide backwards take more than a block has: see the planner.
-    faults = [
-        [f for f in each.faults if "resident" not in f or each.registers > 255] for each in found
-    ]
-    assert faults == [[]] * len(faults)
+    for place, arch in enumerate(("sm_80", "sm_90", "sm_100")):
+        found = findings(specs[place::3], tmp_path, (arch,)) if specs[place:] else []
+        # The states of wide backwards take more than a block has: see the planner.
+        faults = [
+            [f for f in each.faults if "resident" not in f or each.registers > 255]
+            for each in found
+        ]
+        assert faults == [[]] * len(faults)
 
 
 def test_the_file_says_what_it_is_for() -> None:

@@ -112,10 +112,10 @@ def test_a_gpu_decides_by_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = sparse(1280, 0.9), sparse(64, 0.1)
-    found = decided(monkeypatch, large, multiprocessors=24)
+    found = decided(monkeypatch, large, multiprocessors=16)
     assert found.reason.startswith("does not fit on H200: ")
     with pytest.raises(CapacityError, match=r"does not fit on H200: .* would fit"):
-        decided(monkeypatch, large, True, multiprocessors=24)
+        decided(monkeypatch, large, True, multiprocessors=16)
     wide = decided(monkeypatch, small, True, dtype=torch.float64)
     assert wide.lowered
     assert wide.reason == (

@@ -112,12 +112,22 @@ def test_wavefronts_of_known_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("density", "threads", "limit"), [(0.3, 512, 2.4), (0.3, 256, 2.4), (0.1, 512, 3.0)]
+    ("density", "threads", "load_bytes", "limit"),
+    [(0.3, 512, 8, 2.4), (0.3, 256, 8, 2.4), (0.1, 512, 8, 3.0), (0.1, 512, 4, 1.5)],
 )
-def test_banks_of_a_large_matrix(density: float, threads: int, limit: float) -> None:
+def test_banks_of_a_large_matrix(
+    density: float, threads: int, load_bytes: int, limit: float
+) -> None:
     weight = sparse(2304, 2304, density, torch.bfloat16)
-    ordered = pack(weight, gates=1, programs=132, threads=threads, value_type=torch.bfloat16)
-    assert ordered.wavefronts() <= limit
+    ordered = pack(
+        weight,
+        gates=1,
+        programs=132,
+        threads=threads,
+        value_type=torch.bfloat16,
+        load_bytes=load_bytes,
+    )
+    assert ordered.wavefronts(load_bytes=load_bytes) <= limit
     assert torch.equal(ordered.dense(), weight)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from graphpar.codegen.sparse_rnn.cells import CELLS, cell_of
-from graphpar.codegen.sparse_rnn.compile import Compiled
+from graphpar.codegen.sparse_rnn.compile import Compiled, compile_all, fast_order
 from graphpar.codegen.sparse_rnn.devices import DEVICES, device_of
+from graphpar.codegen.sparse_rnn.emit import write
+from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.launch import (
@@ -22,10 +25,10 @@ from graphpar.codegen.sparse_rnn.launch import (
     check_resident,
     triton_version,
 )
-from graphpar.codegen.sparse_rnn.limits import register_words
+from graphpar.codegen.sparse_rnn.limits import Value, element_bytes, register_words
 from graphpar.codegen.sparse_rnn.pack import pack
-from graphpar.codegen.sparse_rnn.plan import Plan, Shape, plan_kernel
-from graphpar.codegen.sparse_rnn.static_checks import resident_blocks
+from graphpar.codegen.sparse_rnn.plan import Plan, Shape, own_bytes, plan_kernel
+from graphpar.codegen.sparse_rnn.static_checks import check, resident_blocks
 from graphpar.errors import CapacityError, InputError, KernelError
 
 H200 = device_of("sm_90")
@@ -46,7 +49,7 @@ def test_a_plan_is_what_packing_needs() -> None:
         weight,
         gates=4,
         programs=found.programs,
-        threads=found.threads,
+        threads=found.block_slots,
         value_type=torch.bfloat16,
         depth=found.depth,
     )
@@ -60,7 +63,7 @@ def test_a_plan_is_what_packing_needs() -> None:
             weight,
             gates=4,
             programs=found.programs,
-            threads=found.threads,
+            threads=found.block_slots,
             value_type=torch.bfloat16,
             depth=found.depth - 1,
         )
@@ -76,9 +79,12 @@ def test_denser_is_slower_until_it_does_not_fit(cell: str, arch: str) -> None:
         except CapacityError:
             times.append(float("inf"))
             continue
-        assert found.register_words <= register_words(cell, "forward", "bf16", found.warps, 4)
+        most = register_words(
+            cell, "forward", "bf16", found.warps, found.shape.columns, frugal=found.shape.frugal
+        )
+        assert found.register_words <= most
         assert found.shared_bytes <= found.device.shared_bytes
-        assert found.register_words + found.shared_words == found.depth
+        assert found.register_words + found.shared_words == found.words
         times.append(found.step_us)
     assert times == sorted(times)
     assert times[0] < float("inf")
@@ -146,6 +152,55 @@ def test_resident_blocks() -> None:
     assert resident_blocks(replace(found, shared_bytes=150 << 10)) == 1
     assert resident_blocks(replace(found, shared_bytes=240 << 10)) == 0
     assert resident_blocks(replace(found, registers=16, warps=32)) == 2  # by threads
+
+
+def test_a_plan_knows_the_shared_memory(tmp_path: Path) -> None:
+    """States of a length that is no power of two, words behind them, and sums."""
+    rows, values = np.full((1, 320), 300), get_args(Value)
+    specs, held_bytes = [], []
+    for batch, value in zip((4, 2, 3), values, strict=True):
+        small = replace(H200, multiprocessors=8)
+        found = plan_kernel("rnn_tanh", rows, 320, batch=batch, value=value, device=small)
+        shape = replace(found.shape, shared_words=found.shape.segments)
+        specs.append(FastSpec.of(replace(found, shape=shape)))
+        held = shape.shared_words * found.threads * (8 if value == "fp32" else 4)
+        held_bytes.append(own_bytes(320, shape.columns, found.block_slots, value) + held)
+    specs.append(replace(specs[0], sync="counter"))
+    held_bytes.append(held_bytes[0])
+    orders = [fast_order(s, write(emit_fast(s), tmp_path), arch="sm_90") for s in specs]
+    compiled = compile_all(orders)
+    for spec, each, nbytes in zip(specs, compiled, held_bytes, strict=True):
+        assert each.shared_bytes == nbytes
+        assert not check(spec, each).faults
+    *_, states, sums = re.findall(r".*BAR\.SYNC.*\n", compiled[0].sass)
+    for barrier in (states, sums):
+        without = replace(compiled[0], sass=compiled[0].sass.replace(barrier, ""))
+        assert check(specs[0], without).faults == ("1 barriers a step",)
+    *_, states, _, _ = re.findall(r".*BAR\.SYNC.*\n", compiled[3].sass)
+    without = replace(compiled[3], sass=compiled[3].sass.replace(states, ""))
+    assert any("states are read before" in fault for fault in check(specs[3], without).faults)
+
+
+@pytest.mark.parametrize(
+    ("cell", "hidden", "density"),
+    [("rnn_tanh", 11072, 0.1), ("gru", 6336, 0.1), ("lstm", 5440, 0.1), ("lstm", 7552, 0.05)],
+)
+def test_large_models_fit(cell: str, hidden: int, density: float) -> None:
+    found = plan(cell, hidden, density)
+    assert found.shape.segments > 1  # or rows are cut too coarsely
+    assert found.shape.columns == 2  # or the states take twice the memory
+    spec = FastSpec.of(found)
+    assert spec.element_bytes == 4
+    assert spec.depth == found.depth
+    assert spec.nonzeros == found.words
+
+
+def test_few_columns_are_gathered_in_32_bits() -> None:
+    for value, most in (("bf16", 2), ("fp16", 2), ("fp32", 1)):
+        assert [element_bytes(value, b) for b in (most, most + 1)] == [4, 8]  # type: ignore[arg-type]
+    assert own_bytes(1024, 2, 256, "bf16") == 4 * 1024 + 8 * 256
+    assert own_bytes(1024, 3, 256, "bf16") == 8 * 1024 + 16 * 256
+    assert own_bytes(1024, 5, 256, "bf16") == 16 * 1024 + 24 * 256
 
 
 # --- launches ---
