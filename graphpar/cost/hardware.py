@@ -11,7 +11,6 @@ import torch
 from graphpar.errors import InputError
 
 MIB = 2**20
-MASK_BYTES = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +111,6 @@ def _gpu(
         memory_bytes=mib * MIB,
         launch_us=4.0,
         multiprocessors=multiprocessors,
-        masks_per_us=tb_per_s * 1e6 / MASK_BYTES,
         nvlink=_link(nvlink_gb_per_s, _NVLINK_STEPS_US),
         network=_link(network_gb_per_s, _NETWORK_STEPS_US),
         sources={
@@ -124,8 +122,8 @@ def _gpu(
             "multiprocessors": f"{sheet}; tiles of 256 x 128 in waves: NVIDIA, Matrix "
             "Multiplication Background User's Guide, sections 2.3 and 3.2",
             "draws_per_us": "not modelled: a fused kernel draws while it waits for memory",
-            "masks_per_us": f"{sheet}; {MASK_BYTES} bytes of traffic for each, since PyTorch's ops "
-            "read and write every step of Philox",
+            "masks_per_us": "not modelled: a kernel of Triton (graphpar.ops.mask_kernel) reads the "
+            "values and writes the results once, and its instructions issue in less time than that",
             "nvlink": f"{sheet}, half of the sum of both directions, at the 80% that nccl-tests "
             f"reach on eight A100 (about 240 of 300 GB/s); {_NCCL}",
             "network": f"{system}, one adapter per GPU; {_NCCL}",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphpar.ops.kernels import rank_and_size
+from graphpar.ops.mask_launch import masked_part, runs_here
 from graphpar.ops.philox import keep_mask, philox, words_of
 
 _EVERY_RANK = 0xFFFFFFFF  # in place of a rank's number
@@ -75,6 +76,8 @@ def dropout_part(
         return x.clone()
     value, call = seed.tolist()
     stream = number, call
+    if runs_here(x):
+        return masked_part(x, value, stream, p, dim, blocks, rank, ranks, units)
     mask = keep_mask(x.shape, 1 - p, value, stream, x.device, dim, blocks, rank, ranks, units)
     if x.device.type == "cpu":  # a product with a boolean is ten times as slow
         factors = torch.empty_like(x).copy_(mask.view(torch.uint8))

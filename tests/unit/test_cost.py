@@ -22,11 +22,10 @@ from graphpar.cost import (
     total_us,
 )
 from graphpar.cost.collectives import collective_us
-from graphpar.cost.hardware import MASK_BYTES, Hardware
+from graphpar.cost.hardware import Hardware
 from graphpar.cost.kernels import KernelRecorder
 from graphpar.errors import InputError
 from graphpar.interpret import model_state, run
-from graphpar.ops.philox import keep_mask
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.trace import flatten, trace
 from tests import zoo
@@ -93,24 +92,20 @@ def test_a_roofline_is_arithmetic_or_traffic_or_launch() -> None:
 
 
 def test_random_numbers_have_a_price() -> None:
-    """By the op alone: the mask of a seeded dropout is made within it."""
-    device = replace(find_hardware("h100"), draws_per_us=100.0)
-    times, x = Roofline(hardware=device), torch.empty(1000, 1000, device="meta")
+    """By the op alone: the mask of a seeded dropout is made within it, on a GPU by one kernel."""
+    gpu = find_hardware("h100")
+    device = replace(gpu, draws_per_us=100.0, masks_per_us=50.0)
+    x = torch.empty(4000, 1000, device="meta")
     seed = torch.zeros(2, dtype=torch.int64)
     with KernelRecorder() as recorder:
         torch.bernoulli(x)
         ops.seeded_dropout(x, seed, 0.1, 0)
         x + 1
-    draw, mask, plain = map(times.kernel_us, recorder.kernels)
-    assert draw - plain == pytest.approx(10**6 / 100)
-    assert mask - plain == pytest.approx(240 * 10**6 / 3.35e6, rel=0.1)
-
-
-def test_the_traffic_of_a_mask_is_that_of_its_kernels() -> None:
-    count = 2**20
-    with KernelRecorder() as recorder:
-        keep_mask((count,), 0.9, 5, (1, 2), torch.device("meta"))
-    assert sum(k.bytes_moved for k in recorder.kernels) == MASK_BYTES * count
+    draw, mask, plain = map(Roofline(hardware=device).kernel_us, recorder.kernels)
+    assert draw - plain == pytest.approx(x.numel() / 100)
+    assert mask - plain == pytest.approx(x.numel() / 50)
+    fused = Roofline(hardware=gpu).kernel_us(recorder.kernels[1])
+    assert fused == pytest.approx(2 * x.nbytes / gpu.memory_bytes_per_us, rel=1e-3)
 
 
 def test_times_are_an_argument() -> None:
