@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.guard, pytest.mark.filterwarnings("ignore::graphpar.Gr
 FILE = Path(__file__).parent / "counts.toml"
 VERSIONS = ("2.11", "2.13")
 """Of torch: the counts are the same on these."""
+MOST_MOVED = 0.05
+"""Of the calls of Python, before they count as others."""
 Section = dict[str, dict[str, int]]
 
 LAYERS = {"llama": 3, "gpt2": 3, "mixtral": 2, "bert": 3}
@@ -49,7 +51,8 @@ def written(sections: dict[str, Section]) -> str:
 
 
 def differences(old: Section, new: Section) -> list[str]:
-    """``forward.launched: 207 → 210``, one line for each count that is another."""
+    """``forward.launched: 207 → 210``, one line for each count that is another; calls of Python may
+    be a few more or less."""
     flat = [
         {f"{part}.{key}": value for part, counts in each.items() for key, value in counts.items()}
         for each in (old, new)
@@ -58,8 +61,14 @@ def differences(old: Section, new: Section) -> list[str]:
     return [
         f"{name}: {flat[0].get(name, 'none')} → {flat[1].get(name, 'none')}"
         for name in names
-        if flat[0].get(name) != flat[1].get(name)
+        if not _alike(name, flat[0].get(name), flat[1].get(name))
     ]
+
+
+def _alike(name: str, old: int | None, new: int | None) -> bool:
+    if old is None or new is None or not name.endswith("python_calls"):
+        return old == new
+    return abs(new - old) <= MOST_MOVED * old
 
 
 @pytest.mark.parametrize(

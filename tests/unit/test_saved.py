@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,20 +10,11 @@ import graphpar
 from graphpar.cost import SavedTensors, dry_run, saved_tensors
 from graphpar.parallel_module import ParallelModule
 from tests import zoo
+from tests.guard.counting import one_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
 QUICK = ["gpt2", "mixtral", "lstm"]
-
-
-@contextmanager
-def one_of(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of a group whose collectives send nothing."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def measured(parallel: ParallelModule, **kwargs: Tensor) -> int:
