@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 settings.register_profile("dev", max_examples=20, deadline=None)
 settings.register_profile(
     "ci",
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     print_blob=True,
