@@ -29,8 +29,15 @@ def traced(name: str) -> tuple[nn.Module, dict[str, Any], Program]:
         return model, kwargs, trace(model, (), kwargs)
 
 
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("tp", "sp"),
+    [
+        (2, True),
+        (4, False),
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(4, True, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", sorted(zoo.MORE))
 def test_rewritten_model_is_the_original(name: str, tp: int, sp: bool) -> None:
     model, kwargs, program = traced(name)
