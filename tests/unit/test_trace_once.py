@@ -4,56 +4,25 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import GPT2Config, GPT2Model
 
 import graphpar
 from graphpar.errors import InputError
 from graphpar.passes.outline import outline
 from graphpar.trace import trace
-from graphpar.trace.report import TraceReport
-from tests.unit.trace_checks import assert_same_program
-from tests.unit.unlike_layers import (
-    ALL,
-    KINDS,
-    TOKENS,
-    WIDTH,
-    Attention,
-    DropPath,
-    Inner,
-    InPlace,
-    Layer,
-    Remembered,
-    SharedList,
-    Stack,
-)
-
-
-def check(model: nn.Module, *args: Any) -> TraceReport:
-    """Both traces of copies of ``model``, before and after outline, are equal."""
-    args = args or (torch.zeros(2, TOKENS, WIDTH),)
-    flat = trace(copy.deepcopy(model), args, mode="flat")
-    once = trace(copy.deepcopy(model), args)
-    assert_same_program(flat, once)
-    assert_same_program(outline(flat), outline(once))
-    assert not flat.report["trace"].layers
-    found = once.report["trace"]
-    assert isinstance(found, TraceReport)
-    return found
-
-
-def names(report: TraceReport) -> list[str]:
-    return [each.path for each in report.folded]
+from tests.unit.layer_stack import TOKENS, WIDTH, Layer, Stack
+from tests.unit.layers_in_modes import Attention
+from tests.unit.trace_checks import assert_same_program, check_once, names
+from tests.unit.unlike_layers import ALL, KINDS, DropPath, Inner, InPlace, Remembered, SharedList
 
 
 def test_equal_layers_are_traced_once() -> None:
-    report = check(Stack())
+    report = check_once(Stack())
     assert names(report) == ["layers.1", "layers.2", "layers.3"]
     assert str(report) == "trace: layers.0 once for itself and 3 more Layer"
 
@@ -126,26 +95,26 @@ class Collects(Stack):
 def test_gpt2_whose_attention_is_scaled_by_layer(scaled: bool, count: int) -> None:
     sizes = {"n_layer": 3, "n_embd": 8, "n_head": 2, "n_positions": 8, "vocab_size": 16}
     config = GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=scaled, use_cache=False)
-    assert len(check(GPT2Model(config), torch.zeros(1, 4, dtype=torch.long)).folded) == count
+    assert len(check_once(GPT2Model(config), torch.zeros(1, 4, dtype=torch.long)).folded) == count
 
 
 def test_structures_of_results_and_caches() -> None:
-    assert names(check(Collects(Outputs))) == ["layers.2", "layers.3"]
-    assert names(check(Collects(Caches))) == ["layers.2", "layers.3"]
+    assert names(check_once(Collects(Outputs))) == ["layers.2", "layers.3"]
+    assert names(check_once(Collects(Caches))) == ["layers.2", "layers.3"]
 
 
 def test_a_weight_tied_between_two_layers() -> None:
     model = Stack()
     model.layers[1].up.weight = model.layers[2].up.weight  # type: ignore[union-attr]
     model.layers[3].down.bias = model.layers[3].norm.bias  # type: ignore[union-attr]
-    assert names(check(model)) == ALL
+    assert names(check_once(model)) == ALL
 
 
 def test_frozen_parameters_make_another_group() -> None:
     model = Stack()
     for layer in list(model.layers)[:2]:
         layer.up.weight.requires_grad_(False)  # type: ignore[union-attr]
-    assert names(check(model)) == ["layers.1", "layers.3"]
+    assert names(check_once(model)) == ["layers.1", "layers.3"]
 
 
 def test_hooks_on_one_layer() -> None:
@@ -153,7 +122,7 @@ def test_hooks_on_one_layer() -> None:
     model.layers[1].register_forward_hook(lambda module, args, out: out * 2)
     model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     model.layers[2].up.register_forward_hook(lambda module, args, out: None)  # type: ignore[union-attr]
-    assert names(check(model)) == ["layers.3"]
+    assert names(check_once(model)) == ["layers.3"]
 
 
 def test_flags_of_one_layer() -> None:
@@ -161,14 +130,14 @@ def test_flags_of_one_layer() -> None:
     for layer in model.layers:
         layer.index = 3  # type: ignore[assignment]
     model.layers[2].eval()
-    assert names(check(model)) == ["layers.1", "layers.3"]
+    assert names(check_once(model)) == ["layers.1", "layers.3"]
 
 
 def test_modules_replaced_in_one_layer() -> None:
     model = Stack()
     model.layers[1].norm = nn.Identity()
     model.layers[2].up = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH))
-    assert names(check(model)) == ["layers.3"]
+    assert names(check_once(model)) == ["layers.3"]
 
 
 class Holder(nn.Module):
@@ -188,7 +157,7 @@ def test_layers_of_any_container() -> None:
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), Layer(0), Holder(2), nn.Sequential(Layer(1)), Holder(1)
     )
-    assert len(names(check(model))) == 6
+    assert len(names(check_once(model))) == 6
 
 
 def test_one_layer_called_again_and_shared_under_two_names() -> None:
@@ -205,7 +174,7 @@ def test_one_layer_called_again_and_shared_under_two_names() -> None:
                 x = layer(x)
             return x
 
-    assert len(names(check(Again()))) == 7
+    assert len(names(check_once(Again()))) == 7
 
 
 def test_one_layer_called_again_and_again() -> None:
@@ -221,7 +190,7 @@ def test_one_layer_called_again_and_again() -> None:
                 x = self.layer(x)
             return x
 
-    report = check(Again())
+    report = check_once(Again())
     assert [each.folded for each in report.layers] == [False, True, True, True]
 
 
@@ -234,7 +203,7 @@ def test_one_stack_called_again() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.stack(self.stack(x))
 
-    assert len(names(check(Again()))) == 7
+    assert len(names(check_once(Again()))) == 7
 
 
 def test_layers_made_in_the_forward() -> None:
@@ -244,22 +213,7 @@ def test_layers_made_in_the_forward() -> None:
                 x = nn.Sequential(nn.Tanh(), nn.Sigmoid())(x)
             return super().forward(x)
 
-    assert names(check(Makes())) == ALL
-
-
-def test_questions_outside_of_layers() -> None:
-    class Views(Layer):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x).transpose(0, 1).transpose(0, 1)
-
-    class Asks(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-                x = x * 2 if x._is_view() else x * 3
-            return x
-
-    assert "the model asks for Tensor._is_view" in str(check(Asks(Views)).flat)
+    assert names(check_once(Makes())) == ALL
 
 
 def test_a_function_of_its_own_in_every_layer() -> None:
@@ -294,7 +248,7 @@ def test_library_layers_called_from_several_lines() -> None:
                 x = layer(x)
             return x
 
-    report = check(Lines())
+    report = check_once(Lines())
     assert names(report)[-1:] == ["layers.3"]
 
 
@@ -310,7 +264,7 @@ def test_writes_through_views_across_layers() -> None:
                 x = x + y
             return x
 
-    check(Slices(InPlace))
+    check_once(Slices(InPlace))
 
 
 class HandsBack(Layer):
@@ -332,7 +286,7 @@ def test_results_that_are_inputs() -> None:
                 x = x + view.transpose(0, 1)
             return x
 
-    check(Uses(HandsBack))
+    check_once(Uses(HandsBack))
 
 
 def test_gradients_and_masks_are_the_same() -> None:
@@ -352,43 +306,6 @@ def test_gradients_and_masks_are_the_same() -> None:
         assert b is not None
         assert torch.equal(a, b)
         assert math.isfinite(float(a.sum()))
-
-
-class EveryOther(TorchFunctionMode):
-    """A mode of the user's, on outside of the layers."""
-
-    calls = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.tanh:
-            self.calls += 1
-            func = torch.sin if self.calls % 3 else torch.cos
-        return func(*args, **(kwargs or {}))
-
-
-def test_modes_around_the_layers() -> None:
-    class Tanh(Layer):
-        def change(self, x: Tensor) -> Any:
-            return torch.tanh(x) + torch.zeros(WIDTH).to(x)
-
-    class Around(Stack):
-        mode: Callable[[int], Any]
-
-        def forward(self, x: Tensor) -> Any:
-            x = self.first(x)
-            for i, layer in enumerate(self.layers):
-                with self.mode(i):
-                    x = layer(x)
-            return x
-
-    model = Around(Tanh)
-    device = torch.device
-    model.mode = lambda i: device("meta" if i == 1 else "cpu")
-    assert names(check(model)) == ["layers.2", "layers.3"]
-    model.mode = lambda i: EveryOther()
-    assert names(check(model)) == []
 
 
 def test_new_sizes_are_traced_with_symbols() -> None:

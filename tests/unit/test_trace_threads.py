@@ -13,8 +13,9 @@ from torch.fx.experimental import proxy_tensor
 
 from graphpar.program import Program
 from graphpar.trace import trace
+from tests.unit.layer_stack import TOKENS, WIDTH, Layer, Stack
+from tests.unit.layers_in_modes import Attention, NoGrad
 from tests.unit.trace_checks import assert_same_program
-from tests.unit.unlike_layers import TOKENS, WIDTH, Attention, Layer, NoGrad, Stack
 
 
 def traced(kind: Callable[[int], nn.Module]) -> Program:

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphpar.interpret import model_state, run
+from graphpar.passes.outline import outline
 from graphpar.program import Program, info, program_hash
 from graphpar.trace import bind, flatten, trace, unflatten
+from graphpar.trace.report import TraceReport
+from tests.unit.layer_stack import TOKENS, WIDTH
 
 
 def call(program: Program, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -96,3 +99,21 @@ def assert_same_program(a: Program, b: Program) -> None:
     assert a.placeholders == b.placeholders
     assert a.mutations == b.mutations
     assert (a.in_spec, a.out_spec) == (b.in_spec, b.out_spec)
+
+
+def check_once(model: nn.Module, *args: Any) -> TraceReport:
+    """Both traces of copies of ``model``, before and after outline, are equal."""
+    args = args or (torch.zeros(2, TOKENS, WIDTH),)
+    flat = trace(copy.deepcopy(model), args, mode="flat")
+    once = trace(copy.deepcopy(model), args)
+    assert_same_program(flat, once)
+    assert_same_program(outline(flat), outline(once))
+    assert not flat.report["trace"].layers
+    found = once.report["trace"]
+    assert isinstance(found, TraceReport)
+    return found
+
+
+def names(report: TraceReport) -> list[str]:
+    """Of the layers that were not traced."""
+    return [each.path for each in report.folded]
