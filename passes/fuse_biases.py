@@ -22,7 +22,8 @@ class FuseBiases:
 
 
 def fuse_biases(program: Program, options: FuseBiases = FuseBiases()) -> Program:
-    """Fuse ``x W + b`` where no conversion stands between the product and the sum.
+    """Fuse ``x W + b`` where no conversion stands between the product and the sum, and
+    convolutions with their biases likewise.
 
     Needs: conversions inserted. Ensures: the same types. Numerics: reassociates.
     """
@@ -39,22 +40,27 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
     product, bias = node.args
     if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node):
         return
+    convolution, added = product.target in normalize.CONVOLUTIONS, bias
+    if convolution and bias.target is aten.view.default and info(bias).origin == normalize.NAME:
+        bias = bias.all_input_nodes[0]
     if len(product.users) > 1 or info(product).type == P or len(tensor_spec(bias).shape) != 1:
         return
-    fused: tuple[Any, tuple[Any, ...]]
+    target, args = product.target, product.args
     kinds: tuple[Any, ...] = (info(bias).type,)
-    if product.target is aten.linear.default and len(product.args) == 2:
-        fused = product.target, (*product.args, bias)
-        kinds = (*(info(product).operands or ()), *kinds)
-    elif product.target is aten.mm.default:
-        fused = aten.addmm.default, (bias, *product.args)
-        kinds = (*kinds, *(info(product).operands or ()))
+    operands = info(product).operands or ()
+    if convolution:
+        args, kinds = (*args[:2], bias, *args[3:]), (*operands, *kinds)
+    elif target is aten.linear.default and len(args) == 2:
+        args, kinds = (*args, bias), (*operands, *kinds)
+    elif target is aten.mm.default:
+        target, args, kinds = aten.addmm.default, (bias, *args), (*kinds, *operands)
     else:
         return
     with graph.inserting_before(node):
         value = derive(
             graph,
-            *fused,
+            target,
+            args,
             like=product,
             origin=normalize.NAME,
             type=info(node).type,
@@ -65,3 +71,5 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(value)
     graph.erase_node(node)
     graph.erase_node(product)
+    if added is not bias and not added.users:
+        graph.erase_node(added)

@@ -114,7 +114,8 @@ class _Analysis:
         call, rule = apply_rule(node, self.dims)
         self.rules[node] = call, rule
         if rule is None:
-            self.opaque.append(node)
+            if call.operands:  # all others, random numbers mostly, are made whole on every rank
+                self.opaque.append(node)
             rule = OpRule([fresh(r.shape) for r in call.results])
         spec, results = info(node).spec, iter(rule.results)
         if isinstance(spec, TensorSpec):

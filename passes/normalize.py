@@ -15,6 +15,9 @@ from graphpar.program import Program, TensorSpec, copy_graph, derive, is_tensor,
 
 NAME = "normalize"
 aten = torch.ops.aten
+CONVOLUTIONS = frozenset(
+    (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,27 @@ def _split_addmm(graph: fx.Graph, node: fx.Node) -> None:
     if set(node.kwargs.values()) - {1}:
         return
     _add_bias(graph, node, (aten.mm.default, (x, weight)), bias)
+
+
+def _split_convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """The bias is added along the channels."""
+    if len(node.args) < 3 or node.args[2] is None:
+        return
+    x, weight, bias, *rest = node.args
+    assert isinstance(bias, fx.Node)
+    assert isinstance(weight, fx.Node)
+    (channels,), spatial = _size(bias), len(_size(weight)) - 2
+    with graph.inserting_before(node):
+        column = derive(
+            graph,
+            aten.view.default,
+            (bias, [channels] + [1] * spatial),
+            like=node,
+            origin=NAME,
+            name=f"{node.name}_column",
+            spec=replace(tensor_spec(bias), shape=(channels,) + (1,) * spatial),
+        )
+    _add_bias(graph, node, (node.target, (x, weight, None, *rest)), column)
 
 
 def _add_bias(graph: fx.Graph, node: fx.Node, product: tuple[Any, Any], bias: Any) -> None:
@@ -196,6 +220,7 @@ def _size(node: fx.Node) -> list[int]:
 _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.linear.default: _split_linear,
     aten.addmm.default: _split_addmm,
+    **dict.fromkeys(CONVOLUTIONS, _split_convolution),
     aten.cat.default: _cat,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,

@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Before torch is imported, which reads them once.
@@ -22,3 +23,9 @@ settings.register_profile(
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
 )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays, and need not be looked through by every collection of garbage."""
+    gc.collect()
+    gc.freeze()

@@ -132,6 +132,17 @@ def _creation(target: Any, fill: str = "") -> Rule:
     return rule
 
 
+def _random(target: Any) -> Rule:
+    """Random numbers like a tensor, of which only the sizes matter; not where they fill memory of
+    another order."""
+    create = _creation(target)
+
+    def rule(b: Builder, call: Call, val: Tensor) -> fx.Node | Call | None:
+        return create(b, call, val) if val.is_contiguous() else None
+
+    return rule
+
+
 _ZEROS, _ONES = _creation(aten.zeros.default), _creation(aten.ones.default)
 
 # Memory that is never initialised becomes zeros: what a model does not write, it must not read.
@@ -165,6 +176,8 @@ _RULES: dict[Any, Rule] = {
     aten.ones_like.default: _ONES,
     aten.new_ones.default: _ONES,
     aten.full_like.default: _creation(aten.full.default, "fill_value"),
+    aten.rand_like.default: _random(aten.rand.default),
+    aten.randn_like.default: _random(aten.randn.default),
     aten.new_full.default: _creation(aten.full.default, "fill_value"),
     aten.empty.memory_format: _ZEROS,
     aten.empty_like.default: _ZEROS,

@@ -9,7 +9,7 @@ from typing import Any
 
 from graphpar.cost import CostModel
 from graphpar.errors import GraphparWarning
-from graphpar.passes.annotate.candidates import find_candidates
+from graphpar.passes.annotate.candidates import Candidates, find_candidates
 from graphpar.passes.annotate.gathers import forced_gathers
 from graphpar.passes.annotate.model import Model
 from graphpar.passes.annotate.waste import replicated_products, uneven_axes
@@ -38,6 +38,17 @@ def _waste(program: Program, model: Model, ranks: int) -> dict[str, Any]:
     return {"uneven": uneven, "replicated": replicated, "wasted": share}
 
 
+def _nothing_sharded(candidates: Candidates, ranks: int) -> str:
+    if candidates.features or candidates.tokens:
+        return "nothing was sharded: to cut any axis costs more in communication than it saves"
+    if candidates.most == 1:
+        return "nothing was sharded: the model has no axis that may be cut"
+    return (
+        f"nothing was sharded: no axis that may be cut has tp={ranks} elements; legal: "
+        f"1 to {candidates.most}"
+    )
+
+
 def annotate_partitions(program: Program, options: AnnotatePartitions) -> Program:
     """Decide a type for every value and what type every op needs of its operands.
 
@@ -56,12 +67,7 @@ def annotate_partitions(program: Program, options: AnnotatePartitions) -> Progra
     model = Model(program, candidates, options.tp, options.cost, options.state_types or {})
     report = model.solve() | _waste(program, model, options.tp)
     if not model.sharded:
-        warnings.warn(
-            f"nothing was sharded: no axis that may be cut has tp={options.tp} elements; legal: "
-            f"{candidates.legal}",
-            GraphparWarning,
-            stacklevel=2,
-        )
+        warnings.warn(_nothing_sharded(candidates, options.tp), GraphparWarning, stacklevel=2)
     for node, axis in forced_gathers(program, candidates.features, options.tp):
         warnings.warn(
             f"{node.target} needs the axis {axis} whole, which is sharded: its input is gathered"

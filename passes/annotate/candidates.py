@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -30,8 +30,8 @@ class Candidates:
     so that weights are sharded rather than gathered (those that a router looks up, too).
     ``weights`` are those of products among them.
     ``residual`` are the values that carry the residual stream into and out of blocks, with the
-    token axis they must be cut along (``None``: they stay Invariant). ``legal`` names the values
-    of tp that would divide something, for messages.
+    token axis they must be cut along (``None``: they stay Invariant). ``most`` is the largest tp
+    that would divide something, for messages.
     """
 
     features: frozenset[Axis]
@@ -39,7 +39,7 @@ class Candidates:
     parameters: frozenset[Axis]
     weights: frozenset[Axis]
     residual: dict[fx.Node, Axis | None]
-    legal: str
+    most: int
 
 
 def axes_in(dims: Dims) -> Iterator[Axis]:
@@ -140,7 +140,7 @@ def find_candidates(program: Program, ranks: int, *, sp: bool) -> Candidates:
         parameters=frozenset(_parameter_axes(program)),
         weights=weights,
         residual=along,
-        legal=_legal(everything - hidden - tokens - stuck),
+        most=max((a.size for a in everything - hidden - tokens - stuck), default=1),
     )
 
 
@@ -172,9 +172,3 @@ def _preferred(inputs: list[fx.Node], free: set[Axis], mixed: set[Axis]) -> set[
     own = [[a for a in axes_in(_dims(n)) if a in free] for n in inputs]
     sequences = {a for axes in own for a in axes if a in mixed}
     return sequences or {axes[-1] for axes in own if axes}
-
-
-def _legal(axes: Iterable[Axis]) -> str:
-    sizes = {a.size for a in axes}
-    top = max(sizes, default=1)
-    return f"1 to {top}"

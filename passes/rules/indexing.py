@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphpar.axes import TermDim, unify
+from graphpar.axes import TermDim, fresh, unify
 from graphpar.passes.rules.call import Call, Operand, OpRule, broadcast
 from graphpar.passes.rules.einsum import new_axis, whole_terms
 
@@ -23,6 +23,19 @@ def embedding(call: Call) -> OpRule:
     else:
         rule.contracted, rule.own = list(weight.dims[0]), [0]
     return rule
+
+
+def embedding_bag(call: Call) -> OpRule | None:
+    """Sums, means or maxima of rows: the columns of the table pass."""
+    if call["sparse"] or call["scale_grad_by_freq"]:
+        return None
+    columns = call["weight"].dims[1]
+    results = [fresh(r.shape) for r in call.results]
+    for result, spec in zip(results, call.results, strict=True):
+        if len(spec.shape) == 2:  # the bags, and the places of maxima
+            result[1] = columns
+    whole = whole_terms([*call["weight"].dims[:1], *(d for o in call.operands[1:] for d in o.dims)])
+    return OpRule(results, whole=whole)
 
 
 def gather(call: Call) -> OpRule | None:

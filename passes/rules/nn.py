@@ -140,6 +140,14 @@ def layer_norm(call: Call) -> OpRule:
     return OpRule([call.x.dims], whole=whole)
 
 
+def weight_norm(call: Call) -> OpRule:
+    """``_weight_norm_interface``: norms are over all dimensions but ``dim``."""
+    v, g, dim = call["v"], call["g"], call.dim()
+    whole = whole_terms([d for i, d in enumerate(v.dims) if i != dim])
+    whole += unify(v.dims[dim], g.dims[dim])
+    return OpRule([v.dims, g.dims], whole=whole)
+
+
 def convolution(call: Call) -> OpRule:
     """Batch and output channels pass; input channels are contracted unless there is a bias.
 

@@ -68,17 +68,21 @@ def channel_shuffle(call: Call) -> OpRule:
 
 
 def group_norm(call: Call) -> OpRule:
-    """``native_group_norm``: statistics of each image and group; the batch passes."""
-    batch = call.x.dims[0]
-    whole = whole_terms(call.x.dims[1:])
+    """``native_group_norm``: channels are (group, channel of the group); batch and groups pass."""
+    batch, channels, *pixels = call.x.dims
+    group, inner = fresh([call["group"], call.x.shape[1] // call["group"]])
+    whole = [*whole_terms(pixels), *inner, *unify(channels, [*group, *inner])]
     for name in ("weight", "bias"):
         if call.get(name) is not None:
-            whole += unify(call.x.dims[1], call[name].dims[0])
-    groups = new_axis(call["group"])
+            whole += unify(channels, call[name].dims[0])
     return OpRule(
-        [call.x.dims, [batch, groups], [batch, groups]],
-        whole=[*whole, *groups],
-        local={"N": lambda inputs, _: inputs[0][0]},
+        [call.x.dims, [batch, group], [batch, group]],
+        whole=whole,
+        local={
+            "N": lambda inputs, _: inputs[0][0],
+            "C": lambda inputs, _: inputs[0][1],
+            "group": lambda _, results: results[1][1],
+        },
     )
 
 

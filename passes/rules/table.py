@@ -54,6 +54,7 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.batch_norm.default: nn.batch_norm,
     aten._native_batch_norm_legit_functional.default: nn.batch_norm,
     aten.native_group_norm.default: spatial.group_norm,
+    aten._weight_norm_interface.default: nn.weight_norm,
     aten.cross_entropy_loss.default: nn.cross_entropy,
     aten.nll_loss_nd.default: nn.nll_loss,
     aten.mse_loss.default: reductions.loss,
@@ -194,6 +195,7 @@ RULES: Mapping[torch._ops.OpOverload, Rule] = {
     aten.constant_pad_nd.default: reductions.pad,
     # lookups
     aten.embedding.default: indexing.embedding,
+    aten._embedding_bag.default: indexing.embedding_bag,
     aten.gather.default: indexing.gather,
     aten.index_select.default: indexing.index_select,
     aten.index.Tensor: indexing.index,

@@ -7,10 +7,12 @@ picklable value; an error on any rank is raised here with that rank's traceback.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
+import multiprocessing
 import os
 import pickle
-import subprocess
+import signal
 import sys
 import tempfile
 import threading
@@ -18,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,17 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = [
+    "graphpar.pipeline",
+    "tests.zoo",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.export._trace",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class RankError(RuntimeError):
@@ -87,39 +101,44 @@ def run_processes(
 ) -> list[Any]:
     """Run ``fn`` (importable, or ``"module:function"``) on ``world`` gloo processes.
 
-    A hang is killed after ``timeout`` seconds, with the place of each rank in the message.
+    They are forks of one that has imported what takes long and has run nothing. A hang is killed
+    after ``timeout`` seconds, with the place of each rank in the message.
     """
-    with tempfile.TemporaryDirectory(prefix="graphpar-ranks-") as folder:
-        job = Path(folder, "job.pickle")
-        job.write_bytes(pickle.dumps((world, fn, args, timeout)))
-        env = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        }
-        command = [sys.executable, "-m", "tests.distributed.harness", str(job)]
-        children = []
-        for rank in range(world):
-            with Path(folder, f"{rank}.log").open("wb") as log:
-                children.append(
-                    subprocess.Popen(
-                        [*command, str(rank)], cwd=ROOT, env=env, stdout=log, stderr=log
-                    )
-                )
+    with tempfile.TemporaryDirectory(prefix="graphpar-ranks-") as name:
+        folder = Path(name)
+        folder.joinpath("job.pickle").write_bytes(pickle.dumps((world, fn, args, timeout)))
+        context = _fork_server()
+        children = [
+            context.Process(target=_rank_process, args=(folder, rank), daemon=True)
+            for rank in range(world)
+        ]
+        for child in children:
+            child.start()
         try:
             _wait(children, timeout)
         finally:
             for child in children:
                 child.kill()
-                child.wait()
-        return _collect(Path(folder), children, timeout)
+                child.join()
+        return _collect(folder, children, timeout)
 
 
-def _wait(children: list[subprocess.Popen[bytes]], timeout: float) -> None:
+@functools.cache
+def _fork_server() -> ForkServerContext:
+    """Started once in a test session, with the paths and settings of this process."""
+    paths = [str(ROOT), *filter(None, sys.path)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _wait(children: list[ForkServerProcess], timeout: float) -> None:
     """Until all have ended, or five seconds after one has failed, or the time is up."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        codes = [child.poll() for child in children]
+        codes = [child.exitcode for child in children]
         if None not in codes:
             return
         if any(codes):
@@ -127,19 +146,20 @@ def _wait(children: list[subprocess.Popen[bytes]], timeout: float) -> None:
         time.sleep(0.02)
 
 
-def _collect(folder: Path, children: list[subprocess.Popen[bytes]], timeout: float) -> list[Any]:
+def _collect(folder: Path, children: list[ForkServerProcess], timeout: float) -> list[Any]:
     results: list[Any] = []
     errors: dict[int, str] = {}
     hung = []
     for rank, child in enumerate(children):
-        answer = Path(folder, f"{rank}.pickle")
-        log = Path(folder, f"{rank}.log").read_text(errors="replace")[-4000:]
-        if child.returncode == 0 and answer.exists():
+        answer = folder / f"{rank}.pickle"
+        log = folder / f"{rank}.log"
+        text = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+        if child.exitcode == 0 and answer.exists():
             results.append(pickle.loads(answer.read_bytes()))
-        elif child.returncode == -9:
-            hung.append(f"rank {rank} was still running (or was killed):\n{log}")
+        elif child.exitcode == -signal.SIGKILL:
+            hung.append(f"rank {rank} was still running (or was killed):\n{text}")
         else:
-            errors[rank] = log
+            errors[rank] = text
     _raise(errors)
     if hung:
         raise TimeoutError(f"not done after {timeout} s\n" + "\n".join(hung))
@@ -159,22 +179,21 @@ def default_group() -> str:
     return str(group.group_name)
 
 
-def _rank_process(job: Path, rank: int) -> None:
-    world, fn, args, timeout = pickle.loads(job.read_bytes())
+def _rank_process(folder: Path, rank: int) -> None:
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    world, fn, args, timeout = pickle.loads(folder.joinpath("job.pickle").read_bytes())
     faulthandler.dump_traceback_later(max(timeout - 3.0, 1.0))
     torch.set_num_threads(1)
     if isinstance(fn, str):
         module, name = fn.split(":")
         fn = getattr(importlib.import_module(module), name)
-    store = c10d.FileStore(str(job.with_name("store")), world)
+    store = c10d.FileStore(str(folder / "store"), world)
     dist.init_process_group(
         "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=timeout)
     )
     result = fn(rank, default_group(), *args)
-    job.with_name(f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    folder.joinpath(f"{rank}.pickle").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _rank_process(Path(sys.argv[1]), int(sys.argv[2]))

@@ -18,6 +18,14 @@ def embedding(p: Pick) -> Case:
     return Case(aten.embedding.default, (p.x(rows, p.size()), indices, *options))
 
 
+def embedding_bag(p: Pick) -> Case:
+    rows, count, mode = p.size(), p.number(1, 5), p.number(0, 2)
+    offsets = torch.tensor(sorted([0, *(p.number(0, count) for _ in range(p.number(0, 2)))]))
+    weights = p.x(count) if mode == 0 and p.flag() else None
+    args = (p.x(rows, p.size()), p.ints(rows, count), offsets, False, mode, False, weights)
+    return Case(aten._embedding_bag.default, args)
+
+
 def gather(p: Pick) -> Case:
     x = p.x(*p.shape(0, 3))
     dim = p.dim(x.dim())

@@ -150,6 +150,13 @@ def convolution(rank: int, target: Target) -> Maker:
     return make
 
 
+def weight_norm(p: Pick) -> Case:
+    v = p.x(*p.shape(1, 3))
+    dim = p.one((0, v.dim() - 1))
+    g = p.x(*(size if d == dim else 1 for d, size in enumerate(v.shape)))
+    return Case(aten._weight_norm_interface.default, (v, g, dim))
+
+
 def attention(p: Pick) -> Case:
     """Plain, causal, masked, with grouped queries; masks of every shape that broadcasts."""
     rank = p.one((3, 4, 4, 5))

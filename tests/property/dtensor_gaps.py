@@ -38,6 +38,7 @@ REFUTED: Mapping[str, str] = {
 NOT_TAKEN = {
     *(f"aten.{op}" for op in ("_cdist_forward.default", "im2col.default", "unfold.default")),
     *(f"aten.{op}" for op in ("scatter_reduce.two", "searchsorted.Tensor")),
+    "aten._embedding_bag.default",
     "aten._grouped_mm.default",  # its shapes are derived for bfloat16 only
 }
 """What DTensor does not run even on whole operands."""
@@ -88,6 +89,7 @@ GAPS: Mapping[str, Mapping[str, str]] = {
     "aten.binary_cross_entropy.default": {"R R P -> P": WEIGHTS},
     "aten.binary_cross_entropy_with_logits.default": {"R R P -> P": WEIGHTS},
     "aten.rms_norm.default": {"R P -> P": WEIGHTS},
+    "aten._weight_norm_interface.default": {"R P -> P R": WEIGHTS},
     "aten.special_xlog1py.default": {"P R -> P": WEIGHTS},
     "aten.cat.default": {"P P P -> P": EMPTY},
     "aten.narrow.default": {"P -> P": EMPTY, "S -> S": EMPTY},

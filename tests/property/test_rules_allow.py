@@ -97,6 +97,13 @@ ALLOWED: list[tuple[Target, tuple[Any, ...], dict[str, Any], str]] = [
         "S0 R -> S0, S1 S1 -> P, R S0 -> S1, P R -> P, R P -> P",
     ),
     (
+        aten.native_group_norm.default,
+        (x(2, 8, 3), x(8), x(8), 2, 8, 3, 4, 1e-5),
+        {},
+        "S0 R R -> S0 S0 S0, S1 S0 S0 -> S1 S1 S1",
+    ),
+    (aten._weight_norm_interface.default, (x(4, 6), x(4, 1)), {}, "S0 S0 -> S0 S0"),
+    (
         aten.conv1d.default,
         (x(2, 4, 5), x(8, 1, 3), x(8), [1], [1], [1], 4),
         {},

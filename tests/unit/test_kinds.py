@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
 SPLITS = [(2, True), (3, True), (4, False), (8, False)]
 
-LESS_SHARDED = {"res_net", "low_rank", "tied", "pooled_encoder", "bidirectional_lstm"}
+LESS_SHARDED = {"res_net", "low_rank", "tied", "pooled_encoder", "bidirectional_lstm", "bags"}
 SHARDED = [name for name in KINDS if name not in LESS_SHARDED]
 
 

@@ -256,6 +256,22 @@ def test_more_ranks_than_elements_warn() -> None:
         graphpar.transform(net(), (x(),), tp=17)
 
 
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scales * x[:, None]).sum(1)
+
+
+def test_nothing_to_shard_warns() -> None:
+    with pytest.warns(GraphparWarning, match="the model has no axis that may be cut"):
+        graphpar.transform(nn.BatchNorm1d(8), (torch.randn(4, 8),), tp=2)
+    with pytest.warns(GraphparWarning, match="to cut any axis costs more in communication than"):
+        graphpar.transform(Scales(), (torch.randn(4, 8),), tp=2)
+
+
 def test_data_dependent_control_flow_names_the_line() -> None:
     class Choosing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -194,3 +194,16 @@ def test_dropout_of_a_loss_draws_in_the_order_of_its_memory() -> None:
     x, targets = torch.randn(2, 3, 5, 4), torch.randint(0, 4, (2, 5, 3))
     for tp in (1, 2):
         assert_equivalent(Losses().double(), (x.double(), targets), tp=tp)
+
+
+def test_random_numbers_like_a_tensor_are_those_of_its_size() -> None:
+    """The tensor is not read; but one in another order of memory is filled in that order."""
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + torch.randn_like(x) * torch.rand_like(x), torch.randn_like(x.mT)
+
+    x, model = torch.randn(4, 6), Noise()
+    program = check(model, x)
+    targets = [n.target for n in program.graph.nodes if "rand" in str(n.target)]
+    assert targets == [aten.randn.default, aten.rand.default, aten.randn_like.default]

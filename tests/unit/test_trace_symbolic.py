@@ -46,7 +46,7 @@ def resized(kwargs: dict[str, Any], batch: int, length: int) -> dict[str, Any]:
     return {name: change(value) for name, value in kwargs.items()}
 
 
-QUICK = ("gpt2", "t5", "vit", "lstm", "nanogpt")
+QUICK = ("gpt2", "vit", "lstm", "nanogpt")
 MODELS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in zoo.BUILDERS]
 
 

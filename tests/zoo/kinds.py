@@ -60,6 +60,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "rotary_by_position": kind(attention.RotaryByPosition, ROWS, below(10, BATCH, SEQ)),
     "conv_net": kind(layers.ConvNet, normal(BATCH, 3, 12, 12)),
     "res_net": kind(layers.ResNet, normal(BATCH, 3, 8, 8)),
+    "diffusion_block": kind(layers.DiffusionBlock, normal(BATCH, 8, 6, 6), normal(BATCH, WIDTH)),
+    "bags": kind(layers.Bags, normal(BATCH, WIDTH), below(12, BATCH, 3, 5)),
     "dense_experts": kind(layers.DenseExperts),
     "top_experts": kind(layers.TopExperts),
     "turns_in_gate": kind(layers.TurnsInGate),

@@ -58,6 +58,37 @@ class ResNet(nn.Module):
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
 
 
+class DiffusionBlock(nn.Module):
+    """Between two convolutions with biases: an embedding of the time added to the channels, and a
+    norm over groups of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.time = nn.Conv2d(8, 16, 3, padding=1), nn.Linear(WIDTH, 16)
+        self.norm, self.out = nn.GroupNorm(4, 16), nn.Conv2d(16, 8, 3, padding=1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        h = self.into(x) + self.time(time)[:, :, None, None]
+        return x + self.out(F.silu(self.norm(h)))  # type: ignore[no-any-return]
+
+
+class Bags(nn.Module):
+    """Bags of categories, whose vectors meet in products with one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(12, 16) for _ in range(3))
+        self.up, self.head = nn.Linear(WIDTH, 16), nn.Linear(16 + 6, 1)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        bags = [table(ids[:, place]) for place, table in enumerate(self.tables)]
+        vectors = torch.stack([self.up(x), *bags], 1)
+        pairs = torch.bmm(vectors, vectors.mT)
+        rows, columns = torch.tril_indices(4, 4, -1)
+        features = torch.cat([vectors[:, 0], pairs[:, rows, columns]], 1)
+        return self.head(features).squeeze(-1)  # type: ignore[no-any-return]
+
+
 class Experts(nn.Module):
     """A gate, and the weights of 4 experts stacked along their first axis."""
 
