@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,7 @@ def _pretty(path: str) -> str:
     return "_".join(p for p in path.split(".") if not p.isdigit()) or "block"
 
 
-def _unique(name: str, taken: dict[str, fx.Graph]) -> str:
+def _unique(name: str, taken: Container[str]) -> str:
     number = 2
     candidate = name
     while candidate in taken:
@@ -138,17 +138,22 @@ class _Span:
         """The block graph, made from this span."""
         graph = fx.Graph()
         nodes: dict[fx.Node, fx.Node] = {}
+        taken = {node.name for node in self.nodes}
         for position, value in enumerate(self.inputs):
             name = "x" if value.op != "get_attr" else str(value.target).rsplit(".", 1)[-1]
-            nodes[value] = graph.placeholder(f"{name}_{position}" if position else name)
+            name = f"{name}_{position}" if position else name
+            nodes[value] = graph.placeholder(_unique(name, taken))
             set_info(nodes[value], replace(info(value), origin=NAME))
+            taken.add(nodes[value].name)
 
         def state(node: fx.Node) -> fx.Node:
             if node not in nodes:
                 name = self.state(node)
                 assert name is not None
                 nodes[node] = graph.get_attr(name)
+                nodes[node].name = _unique(nodes[node].name, taken)
                 set_info(nodes[node], info(node))
+                taken.add(nodes[node].name)
             return nodes[node]
 
         for node in self.nodes:

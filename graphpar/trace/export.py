@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec
 
 from graphpar.errors import GraphparWarning, TraceError
 from graphpar.provenance import Source
+from graphpar.trace.assigned import assignments_written
 from graphpar.trace.call import register_dataclasses
 from graphpar.trace.once import Once, Runs
 from graphpar.trace.patches import one_at_a_time
@@ -154,7 +155,7 @@ def _export(
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                with watched(model, notices.append), sharing:
+                with watched(model, notices.append), assignments_written(model), sharing:
                     program = torch.export.export(
                         model, *inputs, dynamic_shapes=shapes, strict=False
                     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,8 @@ from torch.utils._pytree import TreeSpec
 from graphpar.errors import InputError, InternalError
 from graphpar.program import Program, State, placeholders, spec_of, tensor_spec
 from graphpar.program import outputs as outputs_of
-from graphpar.provenance import UNKNOWN, Source
+from graphpar.provenance import Source
+from graphpar.snapshots import take_snapshots
 from graphpar.trace import memory
 from graphpar.trace.build import Builder, floating
 from graphpar.trace.call import autocast_state, bind, flatten
@@ -26,7 +25,7 @@ from graphpar.trace.fold import Folding
 from graphpar.trace.lower import Lowering
 from graphpar.trace.memory import Ref, Storage
 from graphpar.trace.norms import flatten_images
-from graphpar.trace.where import trace_error
+from graphpar.trace.where import forward_line, trace_error
 
 MODES = ("once", "flat")
 
@@ -75,7 +74,7 @@ def lower(
 def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: TreeSpec) -> Program:
     states = _states(model)
     tensors = _tensors(model)
-    start = _forward_line(model)
+    start = forward_line(model)
 
     builder = Builder(_fake_mode(exported))
     builder.source = start
@@ -105,7 +104,7 @@ def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: Tre
     for node in builder.graph.nodes:
         if node.op == "get_attr" and (name := str(node.target)) in held:
             states[name] = State("constant", tensor_spec(node), (name,), persistent=False)
-    return Program(
+    program = Program(
         graph=builder.graph,
         state=states,
         constants=held,
@@ -115,6 +114,7 @@ def _lower(model: nn.Module, exported: Exported, leaves: list[Any], in_spec: Tre
         mutations=tuple(mutated),
         report={"trace": exported.report},
     )
+    return take_snapshots(program, every=False)
 
 
 def _states(model: nn.Module) -> dict[str, State]:
@@ -174,18 +174,6 @@ def _fake_mode(exported: Exported) -> Any:
         if isinstance(node.meta.get("val"), FakeTensor):
             return node.meta["val"].fake_mode
     return None
-
-
-def _forward_line(model: nn.Module) -> Source:
-    """Where the model's forward begins: the source of its inputs and of its output."""
-    forward = inspect.unwrap(model.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return UNKNOWN
-    first = code.co_firstlineno  # of the first decorator
-    lines = [linecache.getline(code.co_filename, first + i).lstrip() for i in range(20)]
-    skipped = next((i for i, line in enumerate(lines) if line.startswith("def ")), 0)
-    return Source(code.co_filename, first + skipped)
 
 
 def _inputs(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import traceback
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from graphpar.errors import TraceError
-from graphpar.provenance import Source
+from graphpar.provenance import UNKNOWN, Source
 
 LIBRARY_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 """How names of files begin that are not the user's: torch's, ours, generated code's."""
@@ -49,3 +52,15 @@ def user_line(frames: Sequence[traceback.FrameSummary]) -> Source | None:
     """The line of :func:`user_frame`."""
     frame = user_frame(frames)
     return frame and Source(frame.filename, frame.lineno or 0)
+
+
+def forward_line(model: nn.Module) -> Source:
+    """Where the model's forward begins: the source of its inputs and of its output."""
+    forward = inspect.unwrap(model.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return UNKNOWN
+    first = code.co_firstlineno  # of the first decorator
+    lines = [linecache.getline(code.co_filename, first + i).lstrip() for i in range(20)]
+    skipped = next((i for i, line in enumerate(lines) if line.startswith("def ")), 0)
+    return Source(code.co_filename, first + skipped)

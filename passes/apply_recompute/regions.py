@@ -13,6 +13,7 @@ from torch import fx
 from graphpar.cost import GraphRun, Kernel, Step, replayed_kernels
 from graphpar.ops import is_conversion
 from graphpar.program import Region, holds_tensors, info
+from graphpar.snapshots import SNAPSHOT
 from graphpar.trace.fold import draws
 from graphpar.unfuse import gathered_bytes, is_fused
 
@@ -44,7 +45,7 @@ def random_by_generator(node: fx.Node) -> bool:
 
 
 def replayable(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not torch.ops.graphpar.draw_seed.default
+    return node.op == "call_function" and node.target not in _ONCE
 
 
 def holdable(step: Step) -> bool:
@@ -60,6 +61,7 @@ def holdable(step: Step) -> bool:
     return known and not any(k.collective == "reduce_scatter" for k in step.kernels)
 
 
+_ONCE = {torch.ops.graphpar.draw_seed.default, SNAPSHOT}
 _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 

@@ -16,6 +16,7 @@ from graphpar.passes.choose_recompute.calls import Calls
 from graphpar.passes.choose_recompute.fit import Plans, fit_plans
 from graphpar.passes.choose_recompute.report import RecomputeReport, plan_report
 from graphpar.program import Program, annotate, copy_graph
+from graphpar.snapshots import take_snapshots
 
 __all__ = [
     "MODES",
@@ -53,7 +54,8 @@ def choose_recompute(program: Program, options: ChooseRecompute = ChooseRecomput
     Each distinct graph is solved once: the hull of kept bytes against replay time by minimum cuts,
     then how many calls take which plan. The plan is a function of the program and the options, so
     it is the same on all ranks. Needs: a program that runs. Ensures: the same ops in the same
-    order, in the budget. Numerics: bitwise.
+    order, in the budget; buffers that the program writes are read through copies made before.
+    Numerics: bitwise.
 
     Raises:
         InputError: nothing fits in the budget; the message gives the least that would.
@@ -63,6 +65,7 @@ def choose_recompute(program: Program, options: ChooseRecompute = ChooseRecomput
         raise InputError(f"recompute must be one of {known}, not {options.mode!r}")
     if options.mode == "none" or (options.mode == "auto" and options.budget_bytes is None):
         return program
+    program = take_snapshots(program, every=True)
     times = options.times or Roofline(hardware=find_hardware("h100"))
     calls = Calls(program, dry_run(program), times)
     none = calls.none()

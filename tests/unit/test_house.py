@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("provenance", "types", "axes"),
     ("program",),
-    ("passes.rules",),
+    ("snapshots", "passes.rules"),
     ("cost", "ops", "printer", "formats", "simulate", "unfuse", "verify", "trace", "interpret"),
     ("codegen",),
     ("passes",),
