@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from graphpar.container import Container, place
 from graphpar.cost.dry_run import planned_group
 from graphpar.cost.kernels import call
 from graphpar.program import Program, TensorSpec, info, placeholders
-from graphpar.runtime import Container, compile_program, place
+from graphpar.runtime import compile_program
 from graphpar.types import I, Type, local_shape
 
 

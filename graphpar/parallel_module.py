@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from graphpar.errors import CheckpointError, GraphparError, InputError, MeshError
+from graphpar.container import Container, mirror, place
+from graphpar.errors import CheckpointError, GraphparError, MeshError
 from graphpar.interpret import autocast_off, model_state
 from graphpar.local import local
 from graphpar.mesh import default_device, process_count
@@ -23,18 +25,10 @@ from graphpar.ops.kernels import name_on_rank
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
-from graphpar.runtime import (
-    Container,
-    collector_paused,
-    compile_program,
-    mirror,
-    place,
-    select,
-    write_buffers,
-)
+from graphpar.runtime import collector_paused, compile_program, select, write_buffers
 from graphpar.state import (
+    cut_whole_tensors,
     distribute,
-    from_pieces,
     full_state,
     in_pieces,
     is_native,
@@ -87,7 +81,8 @@ class ParallelModule(Container):
         mesh: DeviceMesh | None,
         tracer: Tracer,
     ) -> None:
-        super().__init__(type(model).__name__)
+        super().__init__(model)
+        self._called = True
         self._tp, self._mesh = tp, mesh
         self._pipeline_of = pipeline_of
         self._tracer = tracer
@@ -105,6 +100,20 @@ class ParallelModule(Container):
         self._buffers = self._roots[0]._buffers
         self.training = model.training
         self._flagged = list(self.modules())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Parameters, buffers and hooks are copied, what was traced is shared."""
+        shared = [self._pipeline_of, self._mesh, self._tracer, self._signature, self._first]
+        shared += self._variants.values()
+        if self._first is not None:
+            shared += [*self._originals, *self._sources]
+        memo.update((id(value), value) for value in shared if value is not None)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update((name, copy.deepcopy(x, memo)) for name, x in vars(self).items())
+        if made._first is not None:
+            made._show_whole()
+        return made
 
     @property
     def _source(self) -> nn.Module:
@@ -145,6 +154,8 @@ class ParallelModule(Container):
         if self._first is None:
             self._first = variant
             self._adopt(program)
+        for path in program.calls:
+            self.get_submodule(path)._called = True  # type: ignore[assignment]
         return variant
 
     def _whole_values(self) -> dict[str, Tensor]:
@@ -179,7 +190,7 @@ class ParallelModule(Container):
         self._originals[0] = skeleton(model)
         if not self._empty:
             self._sources[0] = self._originals[0]
-        self.register_load_state_dict_pre_hook(_take_whole_tensors)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
 
     def _own(self, value: Tensor, kind: Type, is_buffer: bool) -> Tensor:
         if is_buffer:
@@ -377,24 +388,9 @@ def _summary(program: Program) -> str:
     return f"{len(program.state)} state tensors, blocks {', '.join(program.blocks) or 'none'}"
 
 
-def _take_whole_tensors(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
-) -> None:
-    """Let a checkpoint of the unmodified model be loaded: cut whole tensors for DTensors. And let
-    what :meth:`ParallelModule.state_dict` gives be."""
+def _take_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Let a checkpoint of the unmodified model be loaded."""
     assert isinstance(module, ParallelModule)
-    known = {name: s for s in module.program.state.values() for name in s.names}
-    mine = dict(module.named_parameters(remove_duplicate=False))
-    for name, value in list(state_dict.items()):
-        own = mine.get(name.removeprefix(prefix))
-        if not isinstance(own, DTensor):
-            continue
-        state = known[name.removeprefix(prefix)]
-        if isinstance(value, DTensor):
-            if not is_native(state.type):
-                state_dict[name] = from_pieces(value, own)
-            continue
-        if tuple(value.shape) != state.spec.shape:
-            raise InputError(f"{name}: shape {list(value.shape)}, not {list(state.spec.shape)}")
-        assert module._mesh is not None
-        state_dict[name] = distribute(value.to(own.device), state.type, module._mesh)
+    states = module.program.state.values()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    cut_whole_tensors(state_dict, prefix, states, parameters)

@@ -1,4 +1,4 @@
-"""runtime: a local program as a Python function, and the module tree that holds its state."""
+"""runtime: a local program as a Python function."""
 
 from __future__ import annotations
 
@@ -29,63 +29,6 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-class Container(nn.Module):
-    """A module of the original's tree: it holds state under the original names.
-
-    Where the program runs a block, ``forward`` runs that block on this module's state.
-    """
-
-    def __init__(self, original: str = "") -> None:
-        super().__init__()
-        self._original = original
-        self._block: Callable[..., Any] | None = None
-
-    def __getitem__(self, index: int | str) -> nn.Module:
-        return self._modules[str(index)]  # type: ignore[return-value]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module | None]:
-        return iter(self._modules.values())
-
-    def _get_name(self) -> str:
-        return self._original or type(self).__name__
-
-    def forward(self, block: Callable[..., Any], *values: Tensor) -> Any:
-        return block(self, *values)
-
-
-def mirror(model: nn.Module) -> Container:
-    """A tree of containers with the shape of ``model``; shared modules stay shared."""
-    memo: dict[int, Container] = {}
-
-    def copy(module: nn.Module) -> Container:
-        if id(module) not in memo:
-            memo[id(module)] = Container(type(module).__name__)
-            memo[id(module)].training = module.training
-            for name, child in module._modules.items():
-                if child is not None:
-                    memo[id(module)].add_module(name, copy(child))
-        return memo[id(module)]
-
-    return copy(model)
-
-
-def place(root: nn.Module, name: str, value: Tensor, *, persistent: bool = True) -> None:
-    """Register a parameter or buffer at a dotted name; parents that lack are made."""
-    *path, last = name.split(".")
-    module = root
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, Container())
-        module = module._modules[part]  # type: ignore[assignment]
-    if isinstance(value, nn.Parameter):
-        module.register_parameter(last, value)
-    else:
-        module.register_buffer(last, value, persistent=persistent)
 
 
 def compile_program(program: Program, group: str = "tp", rank: int = 0) -> Callable[..., list[Any]]:

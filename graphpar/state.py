@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from graphpar.errors import InputError
 from graphpar.ops import redistribute
 from graphpar.program import MESH_DIM, State
 from graphpar.types import I, Shard, Type, cut, intervals, join, local_shape, local_size
@@ -244,3 +246,30 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def show_whole_gradient(kind: Shard, parameter: Tensor) -> None:
     if isinstance(parameter.grad, DTensor):
         with_full_tensor(parameter.grad, kind)
+
+
+def cut_whole_tensors(
+    state_dict: dict[str, Any],
+    prefix: str,
+    states: Iterable[State],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Replace whole tensors of a state dict by DTensors like the parameters, and pieces of packed
+    ones (:func:`in_pieces`) likewise.
+
+    Raises:
+        InputError: a tensor has another shape than the original's.
+    """
+    known = {name: state for state in states for name in state.names}
+    for name, value in list(state_dict.items()):
+        own = parameters.get(name.removeprefix(prefix))
+        if not isinstance(own, DTensor):
+            continue
+        state = known[name.removeprefix(prefix)]
+        if isinstance(value, DTensor):
+            if not is_native(state.type):
+                state_dict[name] = from_pieces(value, own)
+            continue
+        if tuple(value.shape) != state.spec.shape:
+            raise InputError(f"{name}: shape {list(value.shape)}, not {list(state.spec.shape)}")
+        state_dict[name] = distribute(value.to(own.device), state.type, own.device_mesh)

@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 import graphpar
 from graphpar.cli.build import build_stages
 from graphpar.cli.loading import Loaded, load_model
+from graphpar.container import mirror, place
 from graphpar.pipeline import PASSES, default_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program
-from graphpar.runtime import mirror, place, select
+from graphpar.runtime import select
 from graphpar.state import local_part, unpadded
 from graphpar.trace import flatten
 from tests.distributed.harness import run_threads

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphpar
 from graphpar.errors import CheckpointError
@@ -156,6 +157,7 @@ def with_the_rest(rank: int, group: str, backends: tuple[str, ...]) -> None:
     twin = copy.deepcopy(model)
     parallel = graphpar.transform(model, (), kwargs, tp=2, sp=True)
     pairs = [(m, torch.optim.AdamW(m.parameters(), fused=True)) for m in (parallel, twin)]
+    averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for m in (parallel, twin)]
     losses = []
     for module, optimizer in pairs:
         with torch.autocast("cpu", torch.bfloat16):
@@ -164,6 +166,15 @@ def with_the_rest(rank: int, group: str, backends: tuple[str, ...]) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    for average, (module, _) in zip(averages, pairs, strict=True):
+        average.update_parameters(module)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.9)
+        average.update_parameters(module)
+    ours, theirs = (average(**kwargs).logits for average in averages)
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(ours, parallel(**kwargs).logits)
 
 
 def test_accumulation_compile_autocast_and_fused_optimizers() -> None:

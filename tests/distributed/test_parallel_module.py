@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphpar
+from graphpar.container import mirror, place
 from graphpar.errors import MeshError, RankMismatchError
 from graphpar.interpret import model_state
 from graphpar.ops.agree import meet
 from graphpar.program import Program
-from graphpar.runtime import compile_program, mirror, place
+from graphpar.runtime import compile_program
 from graphpar.state import local_part
 from graphpar.testing import rewrite
 from tests import zoo

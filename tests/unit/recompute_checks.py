@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from graphpar.container import Container, place
 from graphpar.cost import SavedTensors, dry_run
 from graphpar.program import Program
-from graphpar.runtime import Container, compile_program, place, select
+from graphpar.runtime import compile_program, select
 from graphpar.types import Shard, cut
 from graphpar.verify import verify
 from tests import zoo
