@@ -108,6 +108,20 @@ class _Watch:
 
         return [(nn.Module, "__setattr__", set_attribute)]
 
+    def gradient_mode(self) -> list[Patch]:
+        """A call without gradients runs the program of one with them."""
+        original = torch.is_grad_enabled
+
+        def enabled() -> bool:
+            answer = original()
+            if answer and not sys._getframe(2).f_code.co_filename.startswith(_OWN_ROOTS):
+                self.say(
+                    "the forward asks whether gradients are enabled: that they are is built in"
+                )
+            return answer
+
+        return [(torch, "is_grad_enabled", enabled)]
+
     @contextmanager
     def random_numbers(self) -> Iterator[None]:
         """Python's and NumPy's generators stay as they were."""
@@ -189,6 +203,7 @@ def watched(model: nn.Module, notice: Callable[[str], None]) -> Iterator[None]:
     patches = [
         *watch.checkpointing(),
         *watch.attributes(),
+        *watch.gradient_mode(),
         *_inference_mode(),
         *_export_itself(),
         _refused(torch.Tensor, "register_hook", _HOOK),

@@ -179,6 +179,7 @@ def test_composable_checkpointing_is_seen() -> None:
     assert targets(program) == ["aten.linear.default"] * 2
 
 
+@pytest.mark.filterwarnings("ignore:the forward asks whether gradients are enabled")
 def test_transformers_checkpointing_is_seen() -> None:
     model, kwargs = zoo.build("llama", layers=1)
     model.activation_checkpointing_enable()  # type: ignore[operator]
@@ -195,6 +196,18 @@ def test_changed_attributes_warn() -> None:
     model.calls = 0  # type: ignore[assignment]
     with pytest.warns(GraphparWarning, match="calls"):
         trace(model, (x_(),))
+
+
+def test_the_question_whether_gradients_are_enabled_warns() -> None:
+    def forward(m: Any, x: Tensor, y: Any, flag: bool) -> Any:
+        with torch.no_grad():
+            scale = 1 if torch.is_grad_enabled() else 2  # no answer that could be another
+        return m.a(x) * (scale if torch.is_grad_enabled() else 3)
+
+    with pytest.warns(GraphparWarning, match="whether gradients are enabled") as found:
+        trace(Lambda(forward), (x_(),))
+    assert len(found) == 1
+    assert "is_grad_enabled() else 3)" in str(found[0].message)
 
 
 def test_random_numbers_of_python_warn() -> None:
