@@ -58,7 +58,7 @@ def recompute(
     if torch.compiler.is_compiling():  # the compiler finds by itself what is not needed
         return _traced(region, [*kept, *passed], random=random, holds=holds)
     passed_now = list(passed)
-    forms = [(_form(x), x.requires_grad) for x in passed]
+    forms = [(_forms(x), x.requires_grad) for x in passed]
     held = _Held()
     calls = 0
 
@@ -215,15 +215,15 @@ class _Constant(NamedTuple):
     value: Any
 
 
-def _form(x: Tensor) -> _Form:
-    return _Form(x.shape, x.stride(), x.dtype)
-
-
 def _forms(x: Any) -> Any:
     """``x``, of tensors their forms; hashable where its constants are."""
     if isinstance(x, Tensor):
-        return _form(x)
-    return tuple(map(_forms, x)) if isinstance(x, list | tuple) else _Constant(type(x), x)
+        return _Form(x.shape, x.stride(), x.dtype)
+    if not isinstance(x, list | tuple):
+        return _Constant(type(x), x)
+    return tuple(
+        [_Form(y.shape, y.stride(), y.dtype) if isinstance(y, Tensor) else _forms(y) for y in x]
+    )
 
 
 def _without_values(x: Any) -> Any:
@@ -265,11 +265,11 @@ class _Pretend(TorchDispatchMode):
             if func.is_view:  # of one tensor
                 return func(*args, **kwargs)
             result = self._result(func, args, kwargs)
-        return self._next(func, result)
+        return self._next(func, result) if self._given else result
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "aten" and not func._schema.is_mutable:  # a function of forms alone
-            key = (_forms(args), _forms(list(kwargs.items())))
+            key = (_forms(args), _forms(list(kwargs.items())) if kwargs else ())
             try:
                 return _without_values(_forms_made(func, torch.get_default_dtype(), *key))
             except TypeError:  # a constant that has no hash
@@ -302,5 +302,5 @@ def _is_pretended(x: Tensor) -> bool:
 
 
 def _to_meta(x: Tensor) -> Tensor:
-    made: Tensor = x if _is_pretended(x) else _without_values(_form(x))
+    made: Tensor = x if _is_pretended(x) else _without_values(_forms(x))
     return made
