@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def recompute(
     if torch.compiler.is_compiling():  # the compiler finds by itself what is not needed
         return _traced(region, [*kept, *passed], random=random, holds=holds)
     passed_now = list(passed)
-    forms = [_form(x) for x in passed]
+    forms = [(_forms(x), x.requires_grad) for x in passed]
     held = _Held()
     calls = 0
 
@@ -68,7 +69,9 @@ def recompute(
             ways = (_call, held.record) if holds else (_call,)
             return region(*ways, *values, *passed_now)
         ways = (_pretend, held.replayer()) if holds else (_pretend,)
-        return region(*ways, *values, *(_without_values(form) for form in forms))
+        with _no_other_modes():
+            pretended = [_without_values(f).requires_grad_(trained) for f, trained in forms]
+        return region(*ways, *values, *pretended)
 
     result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=random)
     passed_now.clear()
@@ -81,7 +84,8 @@ def _call(op: Run, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pretend(op: Run, *args: Any, **kwargs: Any) -> Any:
-    with _Pretend():
+    viewed = args[0] if getattr(op, "is_view", False) else None
+    with _no_other_modes() if viewed is not None and _is_pretended(viewed) else _Pretend():
         return op(*args, **kwargs)
 
 
@@ -196,16 +200,49 @@ class _Record(TorchDispatchMode):
 # --- the second run -------------------------------------------------------------------------------
 
 
-def _form(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.requires_grad
+class _Form(NamedTuple):
+    """A tensor but for its values."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _without_values(form: tuple[Any, ...]) -> Tensor:
-    shape, strides, dtype, requires_grad = form
-    with _disable_current_modes():
-        return torch.empty_strided(
-            shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
-        )
+class _Constant(NamedTuple):
+    """An argument that is no tensor. Numbers that are equal, of other types, are other ones."""
+
+    type: type
+    value: Any
+
+
+def _forms(x: Any) -> Any:
+    """``x``, of tensors their forms; hashable where its constants are."""
+    if isinstance(x, Tensor):
+        return _Form(x.shape, x.stride(), x.dtype)
+    if not isinstance(x, list | tuple):
+        return _Constant(type(x), x)
+    return tuple(
+        [_Form(y.shape, y.stride(), y.dtype) if isinstance(y, Tensor) else _forms(y) for y in x]
+    )
+
+
+def _without_values(x: Any) -> Any:
+    """What has these forms, on the meta device."""
+    if isinstance(x, _Form):
+        return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+    return x.value if isinstance(x, _Constant) else tuple(map(_without_values, x))
+
+
+@lru_cache(maxsize=4096)
+def _forms_made(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The forms that an op makes of forms: many meta kernels are slow Python."""
+    return _forms(_made(func, _without_values(args), dict(_without_values(kwargs))))
+
+
+def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return func(*args, **kwargs)
 
 
 class _Pretend(TorchDispatchMode):
@@ -216,28 +253,47 @@ class _Pretend(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._given, self._count = given or {}, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a checkpoint's second run does
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        with _disable_current_modes():
-            if func.is_view and not any(map(_is_pretended, leaves)):
+        with _no_other_modes():
+            if func.is_view:  # of one tensor
                 return func(*args, **kwargs)
-            args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
-            if "device" in kwargs:
-                kwargs["device"] = torch.device("meta")
-            result = func(*args, **kwargs)
-        if func.is_view:
-            return result
-        return pytree.tree_map_only(Tensor, partial(self._next, func), result)
+            result = self._result(func, args, kwargs)
+        return self._next(func, result) if self._given else result
 
-    def _next(self, func: Any, x: Tensor) -> Tensor:
-        maker, known = self._given.get(self._count, (func, x))
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "aten" and not func._schema.is_mutable:  # a function of forms alone
+            key = (_forms(args), _forms(list(kwargs.items())) if kwargs else ())
+            try:
+                return _without_values(_forms_made(func, torch.get_default_dtype(), *key))
+            except TypeError:  # a constant that has no hash
+                pass
+        args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
+        return _made(func, args, kwargs)
+
+    def _next(self, func: Any, result: Any) -> Any:
+        """``result``, or where a tensor is known, that."""
+        if isinstance(result, list | tuple):
+            return tuple(self._next(func, x) for x in result)
+        if not isinstance(result, Tensor):
+            return result
+        maker, known = self._given.get(self._count, (func, result))
         if maker is not func:
             raise InternalError(f"a second run calls {func} in place of {maker}")
         self._count += 1
-        return known.detach() if known is not x else x
+        return known.detach() if known is not result else result
+
+
+def _no_other_modes() -> AbstractContextManager[Any]:
+    """Modes that count what runs do not see what only pretends to."""
+    others = torch._C._len_torch_dispatch_stack()
+    return _disable_current_modes() if others else nullcontext()
 
 
 def _is_pretended(x: Tensor) -> bool:
@@ -246,6 +302,5 @@ def _is_pretended(x: Tensor) -> bool:
 
 
 def _to_meta(x: Tensor) -> Tensor:
-    if _is_pretended(x):
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    made: Tensor = x if _is_pretended(x) else _without_values(_forms(x))
+    return made

@@ -79,10 +79,8 @@ def dropout_part(
     if runs_here(x):
         return masked_part(x, value, stream, p, dim, blocks, rank, ranks, units)
     mask = keep_mask(x.shape, 1 - p, value, stream, x.device, dim, blocks, rank, ranks, units)
-    if x.device.type == "cpu":  # a product with a boolean is ten times as slow
-        factors = torch.empty_like(x).copy_(mask.view(torch.uint8))
-        return factors.mul_(x).mul_(1 / (1 - p))
-    return (x * mask).mul_(1 / (1 - p))
+    product = masked(x, mask) if x.device.type == "cpu" else x * mask
+    return product.mul_(1 / (1 - p))
 
 
 def save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -112,8 +110,23 @@ def own_dropout(x: Tensor, seed: Tensor, p: float, number: int, rank: int | None
     """:func:`graphpar.ops.rank_dropout` of a given rank; ``None``: the same on every rank."""
     stream = _EVERY_RANK if rank is None else rank
     mask = torch.ops.graphpar.dropout_bits.default(x, seed, p, number, stream)
-    kept: Tensor = x * mask  # autograd keeps the mask alone
+    product = torch.ops.graphpar.masked.default if x.device.type == "cpu" else torch.mul
+    kept: Tensor = product(x, mask)  # autograd keeps the mask alone
     return kept.mul_(1 / (1 - p))
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """``x * mask``; the CPU takes longer for a product with a boolean."""
+    return torch.empty_like(x).copy_(mask.view(torch.uint8)).mul_(x)
+
+
+def save_mask(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def masked_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (mask,) = ctx.saved_tensors
+    return torch.ops.graphpar.masked.default(grad, mask), None
 
 
 def dropout_bits(x: Tensor, seed: Tensor, p: float, number: int, stream: int) -> Tensor:

@@ -62,6 +62,7 @@ def holdable(step: Step) -> bool:
 
 
 _ONCE = {torch.ops.graphpar.draw_seed.default, SNAPSHOT}
+_PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
 _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -143,17 +144,22 @@ class _Analysis:
         """Pairs of nodes that keep their order: of data, of draws, and of sums of gradients.
 
         Autograd runs backward in the reverse order of forward, so three or more uses of a value
-        are summed in that order.
+        are summed in that order. What comes from outside or is returned has uses there too, and
+        an op that is made of others, or a block, may use a value more than once.
         """
         pairs = [(value, node) for node in self.steps for value in self.inputs(node)]
         pairs += pairwise(node for node in self.steps if random_by_generator(node))
         uses: dict[fx.Node, list[fx.Node]] = {}
+        returned = set()
         for node, step in self.steps.items():
+            if any(user.op == "output" for user in node.users):
+                returned.add(self._itself(node))
             if not step.identity and _differentiable(node):
                 for value in node.all_input_nodes:
                     uses.setdefault(self._itself(value), []).append(node)
-        for users in uses.values():
-            if len(users) > 2:
+        for value, users in uses.items():
+            outside = value not in self.steps or value in returned
+            if len(users) > 2 or outside or not all(map(_single_use, users)):
                 pairs += pairwise(users)
         return pairs
 
@@ -290,3 +296,20 @@ def _differentiable(node: fx.Node) -> bool:
     spec = info(node).spec
     specs = spec if isinstance(spec, tuple) else (spec,)
     return any(s is not None and s.differentiable for s in specs)
+
+
+def _single_use(node: fx.Node) -> bool:
+    """Whether autograd certainly sums one addend for each value that the op reads."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or len(node.all_input_nodes) != _reads(node):
+        return False
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    )
+    return op in _PRODUCTS or not composite
+
+
+def _reads(node: fx.Node) -> int:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return len(found)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from graphpar.cost import Roofline, dry_run, find_hardware
 from graphpar.interpret import model_state
@@ -65,6 +67,43 @@ def test_any_nodes_may_run_again(name: str, tp: int, rng: str) -> None:
                 if replayable(node) and pick.random() < share:
                     annotate(node, replay=True)
         check(apply_recompute(marked), plain, state, leaves)
+
+
+class Cross(nn.Module):
+    """Reads a memory twice, as cross-attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        k = self.k(memory)
+        v = self.v(memory)
+        return x + k.sin() * v  # type: ignore[no-any-return]
+
+
+class Crossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(Cross() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.first(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x.square().mean()
+
+
+def test_gradients_of_what_blocks_share_are_summed_in_their_order() -> None:
+    torch.manual_seed(0)
+    model, x = Crossed(), torch.randn(8, 16)
+    program = list(run_pipeline(trace(model, (x,), {}), default_pipeline(tp=1)).values())[-1]
+    plain = train(program, model_state(model), [x])
+    marked = copy_program(program)
+    ((_, block),) = marked.blocks.items()
+    first = next(n for n in block.nodes if n.target is torch.ops.aten.linear.default)
+    annotate(first, replay=True)  # its region ends after the second product
+    check(apply_recompute(marked), plain, model_state(model), [x])
 
 
 @pytest.mark.parametrize(("name", "tp", "rng"), SETTINGS)
