@@ -25,11 +25,17 @@ class Fused:
         return self.times.sources
 
     def kernel_us(self, kernel: Kernel) -> float:
+        return self._of(kernel, self.times.kernel_us)
+
+    def beside_us(self, kernel: Kernel, collective: Kernel) -> float:
+        return self._of(kernel, lambda fused: self.times.beside_us(fused, collective))
+
+    def _of(self, kernel: Kernel, us: Callable[[Kernel], float]) -> float:
         if kernel.op in ("aten.mul", "aten.mul_"):
             return 0.0
         if kernel.op == "graphpar.dropout_bits":  # the result too: 2 of the 3 bytes once more
             kernel = replace(kernel, bytes_moved=kernel.bytes_moved * 5 // 3)
-        return self.times.kernel_us(kernel)
+        return us(kernel)
 
 
 def own_choice(size: Size, program: Program, times: Times) -> list[str]:
