@@ -87,6 +87,9 @@ def add_parser(
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
     setup = _setup(options)
+    for path in (options.plot, options.trace):
+        if path and not path.parent.is_dir():
+            raise InputError(f"cannot write {path}: there is no folder {path.parent}")
     steps: dict[str, StepPlan] = {}
     said: dict[str, str] = {}
     with progress(terminal, len(MODES) + 2) as bar:
@@ -191,9 +194,9 @@ def _explain(setup: Setup, steps: dict[str, StepPlan], terminal: Terminal) -> No
     budget = format_bytes(setup.budget_bytes or 0)
     terminal.say(
         f"{setup.hardware.name}, budget {budget} per device; optimizer: {setup.optimizer.told}; "
-        "peak: with what backward makes at once; +: replay as a part of forward and backward; comm.: "
-        "collectives in these three, hidden behind products or not; step: with bubble, gradient "
-        "all-reduce and optimizer"
+        "peak: with what backward makes at once; +: replay as a part of forward and backward; "
+        "comm.: collectives in these three, hidden behind products or not; step: with bubble, "
+        "gradient all-reduce and optimizer"
     )
     if setup.pipeline.pp > 1:
         terminal.say("bytes are of the fullest stage, times of the busiest:")

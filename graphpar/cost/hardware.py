@@ -95,10 +95,10 @@ _NCCL = (
     "latencies: NCCL, src/graph/tuning.cc, baseLat and hwLat of the ring (LL, LL128, Simple); "
     "shares: the payload in a word of LL and in a line of LL128"
 )
-_CONTENTION = (
-    "a channel is a thread block, on a multiprocessor of its own; a byte is written to NCCL's "
-    "buffer, read from it, and read or written in the tensor: 3 of memory for 1 sent "
-    "(src/device/prims_simple.h; buffers of 4 MiB a channel do not stay in the cache)"
+_CHANNELS = (
+    "24 channels, each on a multiprocessor, as NCCL logs on eight A100 (nccl-tests, issue 100) and "
+    "as blocks on H100 (NVIDIA's developer forum, topic 337991); 3 bytes of memory moved for each "
+    "sent: through NCCL's buffer, and read or written in the tensor (src/device/all_gather.h)"
 )
 _LAUNCH = "assumed: about the least distance of two small kernels that PyTorch launches in turn"
 _MAMF = "ml-engineering (S. Bekman), Maximum Achievable Matmul FLOPS, bf16: "
@@ -140,11 +140,9 @@ def _gpu(
             "masks_per_us": "not modelled: a kernel of Triton (graphpar.ops.mask_kernel) reads the "
             "values and writes the results once, and its instructions issue in less time than that",
             "nvlink": f"{sheet}, half of the sum of both directions, at the 80% that nccl-tests "
-            f"reach on eight A100 (about 240 of 300 GB/s); {_NCCL}; beside products: 24 channels, "
-            "as NCCL logs on eight A100 (nccl-tests issue 100) and on H100 (24 blocks: NVIDIA's "
-            f"developer forum, topic 337991); {_CONTENTION}",
-            "network": f"{system}, one adapter per GPU; {_NCCL}; beside products: 16 channels, two "
-            "for each of eight adapters (nccl issues 320 and 1453), otherwise as nvlink",
+            f"reach on eight A100 (about 240 of 300 GB/s); {_NCCL}; {_CHANNELS}",
+            "network": f"{system}, one adapter per GPU; {_NCCL}; 16 channels, two for each of 8 "
+            "adapters (nccl, issues 320 and 1453); memory as over NVLink",
         },
     )
 
