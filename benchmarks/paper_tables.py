@@ -5,8 +5,8 @@
 Memory is counted in the graphs of a GPT written as in the paper (examples/paper_gpt.py), on the
 meta device. Times are those of ``graphpar plan`` on the hardware "a100-80gb": data sheets and
 NCCL's constants; nothing is fitted to the paper. Masks are kept as bytes (``rng="per-rank"``), as
-in the paper. No GPU is needed. ``--no-overlap`` gives the times of programs whose collectives run
-in turn with products; beside each other products have what NCCL's channels leave of the GPU.
+in the paper. ``--no-overlap`` gives the times of programs whose collectives run in turn with
+products; beside each other, products have what NCCL's channels leave of a GPU. None is needed.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def layer_table(overlap: bool) -> tuple[str, dict[str, float]]:
         "selective + sequence parallel": apply_recompute(replayed(parallel)),
     }
     rows, overheads, base = [], dict[str, float](), 0.0
-    trained, _ = state_bytes(plain, frozenset(n for n in plain.state if n.startswith("1.")))
+    trained, _ = state_bytes(plain, frozenset(n for n in plain.state if n[0] == "1"))
     add = Kernel(op="aten.add_", bytes_moved=MIXED_ADAM.adding * trained)
     for name, program in programs.items():
         steps = dry_run(program, backward=True).steps
@@ -183,15 +183,14 @@ def layer_table(overlap: bool) -> tuple[str, dict[str, float]]:
         total = forward + backward + replay
         base = base or total
         overheads[name] = 100 * (total / base - 1)
-        known = LAYER_MS[name]
+        ahead, back, over = LAYER_MS[name]
         rows.append(
-            [name, f"{known[0]} / {known[1]} / {known[0] + known[1]:.1f}",
+            [name, f"{ahead} / {back} / {ahead + back:.1f}",
              f"{forward:.1f} / {backward + replay:.1f} / {total:.1f}",
-             f"{known[2]}%", f"{overheads[name]:+.1f}%"]
+             f"{over}%", f"{overheads[name]:+.1f}%"]
         )  # fmt: skip
-    head = ["", "paper, ms", "ours, ms", "paper", "ours"]
     say("layer of 22b")
-    return table(head, rows), overheads
+    return table(["", "paper, ms", "ours, ms", "paper", "ours"], rows), overheads
 
 
 # --- end to end ---------------------------------------------------------------------------------

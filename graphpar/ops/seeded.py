@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graphpar.ops.kernels import rank_and_size
 from graphpar.ops.mask_launch import masked_part, runs_here
@@ -112,8 +113,26 @@ def own_dropout(x: Tensor, seed: Tensor, p: float, number: int, rank: int | None
     """:func:`graphpar.ops.rank_dropout` of a given rank; ``None``: the same on every rank."""
     stream = _EVERY_RANK if rank is None else rank
     mask = torch.ops.graphpar.dropout_bits.default(x, seed, p, number, stream)
-    kept: Tensor = x * mask  # autograd keeps the mask alone
-    return kept.mul_(1 / (1 - p))
+    if x.device.type == "cpu" or get_proxy_mode() is not None:  # a compiler fuses products
+        return (x * mask).mul_(1 / (1 - p))
+    return torch.ops.graphpar.apply_mask.default(x, mask, 1 / (1 - p))  # type: ignore[no-any-return]
+
+
+def apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``x * mask * scale``, on a GPU by one kernel; autograd keeps the mask alone."""
+    if x.is_cuda and x.is_contiguous():
+        return torch.ops.aten.native_dropout_backward.default(x, mask, scale)  # type: ignore[no-any-return]
+    return (x * mask).mul_(scale)
+
+
+def save_mask(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, mask, ctx.scale = inputs
+    ctx.save_for_backward(mask)
+
+
+def apply_mask_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (mask,) = ctx.saved_tensors
+    return torch.ops.graphpar.apply_mask.default(grad, mask, ctx.scale), None, None
 
 
 def dropout_bits(x: Tensor, seed: Tensor, p: float, number: int, stream: int) -> Tensor:
