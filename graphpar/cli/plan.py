@@ -114,8 +114,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     else:
         terminal.write(_table(steps) + "\n")
         _explain(setup, steps, terminal)
-    if options.report:
-        terminal.say(said.get(options.report) or f"{options.report!r} runs nothing again")
+    if options.report in steps:
+        terminal.say(said[options.report] or f"{options.report!r} runs nothing again")
     _draw(options, steps, terminal)
     return 0
 

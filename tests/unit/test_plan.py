@@ -155,10 +155,15 @@ def test_auto_keeps_each_stage_in_the_budget(programs: dict[bool | None, Program
 
 
 def test_auto_says_what_would_fit(programs: dict[bool | None, Program]) -> None:
-    plan = planner(programs, pipeline=Pipeline(pp=2, microbatches=2), budget_bytes=1000)
+    pipeline = Pipeline(pp=2, microbatches=2)
+    plan = planner(programs, pipeline=pipeline, budget_bytes=1000, optimizer=MIXED_ADAM)
     with pytest.raises(InputError, match="too small: the least that works is") as told:
         plan.step("auto")
     assert "on stage 0 of 2" in told.value.__notes__
+    assert "optimizer states take" in told.value.__notes__[0]
+    least = int(str(told.value).split("works is ")[1].split()[0])
+    plan = planner(programs, pipeline=pipeline, budget_bytes=least, optimizer=MIXED_ADAM)
+    assert plan.step("auto").fullest.peak_bytes <= least
 
 
 @pytest.fixture(scope="module")
