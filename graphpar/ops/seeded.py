@@ -114,7 +114,8 @@ def own_dropout(x: Tensor, seed: Tensor, p: float, number: int, rank: int | None
     stream = _EVERY_RANK if rank is None else rank
     mask = torch.ops.graphpar.dropout_bits.default(x, seed, p, number, stream)
     if x.device.type == "cpu" or get_proxy_mode() is not None:  # a compiler fuses products
-        return (x * mask).mul_(1 / (1 - p))
+        kept: Tensor = x * mask
+        return kept.mul_(1 / (1 - p))
     return torch.ops.graphpar.apply_mask.default(x, mask, 1 / (1 - p))  # type: ignore[no-any-return]
 
 

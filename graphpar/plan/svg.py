@@ -75,7 +75,8 @@ def memory_svg(step: StepPlan, device: int, title: str) -> str:
     if budget:
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}" '
-            f'stroke="black" stroke-dasharray="6 4"/><text x="{WIDTH - RIGHT - 4}" '
+            f'stroke="black" stroke-dasharray="6 4"><title>budget</title></line>'
+            f'<text x="{WIDTH - RIGHT - 4}" '
             f'y="{y(budget) - 4:.1f}" text-anchor="end">budget {format_bytes(budget)}</text>'
         )
     parts.append(

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from graphpar.plan import (
 from graphpar.plan.chunk import Coster
 from graphpar.plan.curve import memory_curve
 from graphpar.plan.deal import deal, dealt_paths, messages, send_us
+from graphpar.plan.svg import _ticks
 from graphpar.program import Program
 from graphpar.trace import trace
 from tests.unit.paper import paper
@@ -298,6 +300,19 @@ def test_the_picture_has_the_peak(drawn: StepPlan) -> None:
     text = memory_svg(drawn, 0, "a < b")
     assert "a &lt; b" in text
     assert text.count("<polygon") == 5  # no buffers
+    assert "buffers" not in text
+    root = ElementTree.fromstring(text)
+    texts = [x.text for x in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(str(x).startswith("budget ") for x in texts)
+
+
+@pytest.mark.parametrize("most", [0.7, 1, 2.99, 3, 5, 5.99, 6, 14.9, 15, 29.9, 30, 845.2, 1024])
+def test_ticks_are_round(most: float) -> None:
+    found = _ticks(most)
+    assert 4 <= len(found) <= 8
+    assert found[0] == 0
+    assert most - found[1] < found[-1] * (1 + 1e-9) <= most * (1 + 2e-9)
+    assert f"{found[1]:g}"[-1] in "125" or found[1] >= 10
 
 
 def test_equal_units_are_costed_once(programs: dict[bool | None, Program]) -> None:

@@ -218,7 +218,12 @@ def test_a_mask_is_applied_at_once() -> None:
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     apply = torch.ops.graphpar.apply_mask.default
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: kept.append(v) or v, lambda v: v):
+
+    def keep(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         y = apply(x, mask, scale)
     assert [v is mask or v.equal(mask) for v in kept] == [True]
     assert y.equal(x * mask * scale)
