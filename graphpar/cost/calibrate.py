@@ -40,7 +40,7 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
     link = Link(
         bytes_per_us=bandwidth / 4, protocols=(wire,), occupies=1 / threads, memory_passes=4
     )
-    measured = f"measured, {threads} threads, the best of {share:.2f} s"
+    measured = f"measured, {threads} thread{'s' if threads > 1 else ''}, the best of {share:.2f} s"
     assumed = (
         "assumed: a message is copied twice through memory, by one of the cores, while products "
         "run on the others; latencies of a local socket"
