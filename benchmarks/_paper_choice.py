@@ -15,8 +15,8 @@ from graphpar.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Times of a layer whose scale, mask product and rescale are part of their neighbours, as in
-    the paper's kernels: softmax with scale and mask, one dropout."""
+    """Times of a layer whose scale and mask product are part of their neighbours, as in the
+    paper's kernels: softmax with scale and mask, one dropout."""
 
     times: Roofline
 
@@ -25,11 +25,17 @@ class Fused:
         return self.times.sources
 
     def kernel_us(self, kernel: Kernel) -> float:
-        if kernel.op in ("aten.mul", "aten.mul_"):
+        return self._of(kernel, self.times.kernel_us)
+
+    def beside_us(self, kernel: Kernel, collective: Kernel) -> float:
+        return self._of(kernel, lambda fused: self.times.beside_us(fused, collective))
+
+    def _of(self, kernel: Kernel, us: Callable[[Kernel], float]) -> float:
+        if kernel.op in ("aten.mul", "graphpar.apply_mask"):
             return 0.0
         if kernel.op == "graphpar.dropout_bits":  # the result too: 2 of the 3 bytes once more
             kernel = replace(kernel, bytes_moved=kernel.bytes_moved * 5 // 3)
-        return self.times.kernel_us(kernel)
+        return us(kernel)
 
 
 def own_choice(size: Size, program: Program, times: Times) -> list[str]:

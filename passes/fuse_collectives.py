@@ -256,6 +256,12 @@ def _added_bias(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _fuse_parameters(graph: fx.Graph, small_bytes: int) -> None:
+    """One conversion for the small parameters of a graph.
+
+    Not for those of all blocks, in the root: wrappers such as FSDP2 have a block's parameters while
+    it runs alone, and take its gradients, summed, when its backward is done.
+    """
+
     def is_small(node: fx.Node) -> bool:
         value: Any = node.args[0] if node.target is _ops.convert.default else None
         if value is None or value.op != "get_attr":

@@ -19,7 +19,7 @@ from graphpar.mesh import check_tp
 from graphpar.passes.choose_recompute import MODES, parse_bytes
 from graphpar.passes.choose_recompute.budget import format_bytes
 from graphpar.pipeline import RNG, default_pipeline
-from graphpar.plan import Pipeline, Planner, Setup, StepPlan, chrome_trace, memory_svg
+from graphpar.plan import OPTIMIZERS, Pipeline, Planner, Setup, StepPlan, chrome_trace, memory_svg
 from graphpar.program import Program
 
 
@@ -61,6 +61,13 @@ def add_parser(
     parser.add_argument(
         "--budget", metavar="BYTES", help="such as 40GiB (default: the device's memory)"
     )
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="AdamW in the parameters' own type, or Adam in 32 bits on parameters in 16, as "
+        "Megatron-LM steps (default: adamw)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--report", choices=MODES[1:], help="list the tensors kept and made again by this choice"
@@ -80,6 +87,9 @@ def add_parser(
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
     setup = _setup(options)
+    for path in (options.plot, options.trace):
+        if path and not path.parent.is_dir():
+            raise InputError(f"cannot write {path}: there is no folder {path.parent}")
     steps: dict[str, StepPlan] = {}
     said: dict[str, str] = {}
     with progress(terminal, len(MODES) + 2) as bar:
@@ -104,8 +114,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     else:
         terminal.write(_table(steps) + "\n")
         _explain(setup, steps, terminal)
-    if options.report:
-        terminal.say(said.get(options.report) or f"{options.report!r} runs nothing again")
+    if options.report in steps:
+        terminal.say(said[options.report] or f"{options.report!r} runs nothing again")
     _draw(options, steps, terminal)
     return 0
 
@@ -120,6 +130,7 @@ def _setup(options: argparse.Namespace) -> Setup:
         pipeline=Pipeline(pp=options.pp, interleave=options.interleave, microbatches=microbatches),
         budget_bytes=parse_bytes(options.budget) if options.budget else hardware.memory_bytes,
         whole_microbatches=options.whole_microbatches,
+        optimizer=OPTIMIZERS[options.optimizer],
     )
 
 
@@ -133,6 +144,7 @@ def _json(options: argparse.Namespace, setup: Setup, steps: dict[str, StepPlan])
         "devices": setup.devices,
         "hardware": setup.hardware.name,
         "budget_bytes": setup.budget_bytes,
+        "optimizer": setup.optimizer.name,
         "choices": [_row(mode, step) for mode, step in steps.items()],
         "sources": dict(setup.cost.sources),
     }
@@ -181,10 +193,10 @@ def _ms(us: float) -> str:
 def _explain(setup: Setup, steps: dict[str, StepPlan], terminal: Terminal) -> None:
     budget = format_bytes(setup.budget_bytes or 0)
     terminal.say(
-        f"{setup.hardware.name}, budget {budget} per device; optimizer: AdamW's moments; peak: "
-        "with what backward makes at once; +: replay as a part of forward and backward; comm.: "
-        "collectives in these three, hidden behind products or not; step: with bubble, gradient "
-        "all-reduce and optimizer"
+        f"{setup.hardware.name}, budget {budget} per device; optimizer: {setup.optimizer.told}; "
+        "peak: with what backward makes at once; +: replay as a part of forward and backward; "
+        "comm.: collectives in these three, hidden behind products or not; step: with bubble, "
+        "gradient all-reduce and optimizer"
     )
     if setup.pipeline.pp > 1:
         terminal.say("bytes are of the fullest stage, times of the busiest:")

@@ -36,9 +36,15 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
     one = torch.ones(1)
     launch_us = _best_us(partial(one.add_, 1), share)
     wire = WireProtocol(start_us=100.0, step_us=20.0, share=1.0)
-    link = Link(bytes_per_us=bandwidth / 4, protocols=(wire,))
-    measured = f"measured, {torch.get_num_threads()} threads, the best of {share:.2f} s"
-    assumed = "assumed: a message is copied twice through memory; latencies of a local socket"
+    threads = torch.get_num_threads()
+    link = Link(
+        bytes_per_us=bandwidth / 4, protocols=(wire,), occupies=1 / threads, memory_passes=4
+    )
+    measured = f"measured, {threads} thread{'s' if threads > 1 else ''}, the best of {share:.2f} s"
+    assumed = (
+        "assumed: a message is copied twice through memory, by one of the cores, while products "
+        "run on the others; latencies of a local socket"
+    )
     return Hardware(
         name="cpu",
         flops_per_us=rates,

@@ -16,15 +16,26 @@ _STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1
 
 def collective_us(kind: str, whole_bytes: int, ranks: int, link: Link) -> float:
     """Microseconds of one collective over a tensor whose whole value has ``whole_bytes``."""
-    if kind not in _STEPS:
-        raise InternalError(f"no collective is named {kind!r}; known: {', '.join(_STEPS)}")
-    if ranks == 1:
+    steps, step_bytes = _steps(kind, whole_bytes, ranks)
+    if not steps:
         return 0.0
-    steps = _STEPS[kind] * (ranks - 1)
-    step_bytes = whole_bytes / (1 if kind == "send" else ranks)
-    if kind == "all_to_all":
-        step_bytes /= ranks
     return min(
         p.start_us + steps * (p.step_us + step_bytes / (link.bytes_per_us * p.share))
         for p in link.protocols
     )
+
+
+def sent_bytes(kind: str, whole_bytes: int, ranks: int) -> float:
+    """What one rank sends in it."""
+    steps, step_bytes = _steps(kind, whole_bytes, ranks)
+    return steps * step_bytes
+
+
+def _steps(kind: str, whole_bytes: int, ranks: int) -> tuple[int, float]:
+    """How many steps it takes, and the bytes of each."""
+    if kind not in _STEPS:
+        raise InternalError(f"no collective is named {kind!r}; known: {', '.join(_STEPS)}")
+    step_bytes = whole_bytes / (1 if kind == "send" else ranks)
+    if kind == "all_to_all":
+        step_bytes /= ranks
+    return _STEPS[kind] * (ranks - 1), step_bytes

@@ -24,10 +24,16 @@ class WireProtocol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What one device sends over, in one direction."""
+    """What one device sends over, in one direction.
+
+    While a collective runs over it, its kernel ``occupies`` a share of the device's multiprocessors
+    (of a CPU: cores), and moves ``memory_passes`` bytes of the device's memory for each it sends.
+    """
 
     bytes_per_us: float
     protocols: tuple[WireProtocol, ...]
+    occupies: float = 0.0
+    memory_passes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,30 +66,39 @@ class Hardware:
         rate = self.flops_per_us.get(dtype, self.flops_per_us[torch.float32])
         return rate * self.matmul_share
 
-    def tile_share(self, tiles: int) -> float:
-        """The share of the multiprocessors that work on a product of so many tiles, on average.
+    def tile_share(self, tiles: int, occupied: float = 0.0) -> float:
+        """The share of all multiprocessors that work on a product of so many tiles, on average,
+        while something else occupies some of them.
 
         Each takes one tile at a time, so the last wave may leave most of them idle. Below one wave
-        libraries take smaller tiles or split sums: 1.
+        libraries take smaller tiles or split sums: all that are free work.
         """
-        at_once = self.multiprocessors
-        if not at_once or tiles <= at_once:
-            return 1.0
-        return tiles / (-(-tiles // at_once) * at_once)
+        free = round(self.multiprocessors * (1 - occupied))
+        if tiles <= free or not self.multiprocessors:
+            return 1 - occupied
+        return tiles / (-(-tiles // free) * self.multiprocessors) if free else 0.0
 
 
-def _link(gb_per_s: float, steps_us: tuple[float, float, float]) -> Link:
+def _link(gb_per_s: float, steps_us: tuple[float, float, float], occupies: float) -> Link:
     """A link under NCCL's protocols LL, LL128 and Simple."""
     starts_us, shares = (6.6, 14.0, 8.4), (1 / 2, 120 / 128, 1.0)
     rows = zip(starts_us, steps_us, shares, strict=True)
     protocols = tuple(WireProtocol(start_us=a, step_us=b, share=c) for a, b, c in rows)
-    return Link(bytes_per_us=gb_per_s * 1e3, protocols=protocols)
+    return Link(
+        bytes_per_us=gb_per_s * 1e3, protocols=protocols, occupies=occupies, memory_passes=3
+    )
 
 
 _NVLINK_STEPS_US, _NETWORK_STEPS_US = (0.6, 1.9, 3.4), (2.7, 4.0, 14.0)
+_NVLINK_CHANNELS, _NETWORK_CHANNELS = 24, 16
 _NCCL = (
     "latencies: NCCL, src/graph/tuning.cc, baseLat and hwLat of the ring (LL, LL128, Simple); "
     "shares: the payload in a word of LL and in a line of LL128"
+)
+_CHANNELS = (
+    "24 channels, each on a multiprocessor, as NCCL logs on eight A100 (nccl-tests, issue 100) and "
+    "as blocks on H100 (NVIDIA's developer forum, topic 337991); 3 bytes of memory moved for each "
+    "sent: through NCCL's buffer, and read or written in the tensor (src/device/all_gather.h)"
 )
 _LAUNCH = "assumed: about the least distance of two small kernels that PyTorch launches in turn"
 _MAMF = "ml-engineering (S. Bekman), Maximum Achievable Matmul FLOPS, bf16: "
@@ -111,8 +126,8 @@ def _gpu(
         memory_bytes=mib * MIB,
         launch_us=4.0,
         multiprocessors=multiprocessors,
-        nvlink=_link(nvlink_gb_per_s, _NVLINK_STEPS_US),
-        network=_link(network_gb_per_s, _NETWORK_STEPS_US),
+        nvlink=_link(nvlink_gb_per_s, _NVLINK_STEPS_US, _NVLINK_CHANNELS / multiprocessors),
+        network=_link(network_gb_per_s, _NETWORK_STEPS_US, _NETWORK_CHANNELS / multiprocessors),
         sources={
             "flops_per_us": f"{sheet}, dense tensor cores; float32 without TF32, torch's default",
             "matmul_share": _MAMF + achieved,
@@ -125,8 +140,9 @@ def _gpu(
             "masks_per_us": "not modelled: a kernel of Triton (graphpar.ops.mask_kernel) reads the "
             "values and writes the results once, and its instructions issue in less time than that",
             "nvlink": f"{sheet}, half of the sum of both directions, at the 80% that nccl-tests "
-            f"reach on eight A100 (about 240 of 300 GB/s); {_NCCL}",
-            "network": f"{system}, one adapter per GPU; {_NCCL}",
+            f"reach on eight A100 (about 240 of 300 GB/s); {_NCCL}; {_CHANNELS}",
+            "network": f"{system}, one adapter per GPU; {_NCCL}; 16 channels, two for each of 8 "
+            "adapters (nccl, issues 320 and 1453); memory as over NVLink",
         },
     )
 

@@ -182,7 +182,7 @@ _library.define(
 _library.define("call_seed(Tensor seed, int call) -> Tensor")
 _library.define(f"dropout_part({_PART}, int rank=0, int ranks=1, int units=0) -> Tensor")
 _library.define("dropout_bits(Tensor x, Tensor seed, float p, int number, int stream) -> Tensor")
-_library.define("masked(Tensor x, Tensor mask) -> Tensor")
+_library.define("apply_mask(Tensor x, Tensor mask, float scale) -> Tensor")
 _library.define(f'seeded_dropout({_PART}, str group="", int units=0) -> Tensor')
 _library.define(f'rank_dropout({_PART}, str group="", int units=0) -> Tensor')
 _library.impl("seeded_dropout", seeded.seeded_dropout, "CompositeImplicitAutograd")
@@ -192,7 +192,7 @@ for _name, _kernel, _fake in (
     ("call_seed", seeded.call_seed, seeded.fake_call_seed),
     ("dropout_part", seeded.dropout_part, seeded.fake_part),
     ("dropout_bits", seeded.dropout_bits, seeded.fake_bits),
-    ("masked", seeded.masked, seeded.fake_part),
+    ("apply_mask", seeded.apply_mask, seeded.fake_part),
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"graphpar::{_name}", _fake, lib=_library)
@@ -205,8 +205,8 @@ torch.library.register_autograd(
     lib=_library,
 )
 torch.library.register_autograd(
-    "graphpar::masked",
-    seeded.masked_backward,
+    "graphpar::apply_mask",
+    seeded.apply_mask_backward,
     setup_context=seeded.save_mask,
     lib=_library,
 )

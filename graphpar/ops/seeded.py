@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graphpar.ops.kernels import rank_and_size
 from graphpar.ops.mask_launch import masked_part, runs_here
@@ -79,8 +80,7 @@ def dropout_part(
     if runs_here(x):
         return masked_part(x, value, stream, p, dim, blocks, rank, ranks, units)
     mask = keep_mask(x.shape, 1 - p, value, stream, x.device, dim, blocks, rank, ranks, units)
-    product = masked(x, mask) if x.device.type == "cpu" else x * mask
-    return product.mul_(1 / (1 - p))
+    return apply_mask(x, mask, 1 / (1 - p))
 
 
 def save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -110,23 +110,30 @@ def own_dropout(x: Tensor, seed: Tensor, p: float, number: int, rank: int | None
     """:func:`graphpar.ops.rank_dropout` of a given rank; ``None``: the same on every rank."""
     stream = _EVERY_RANK if rank is None else rank
     mask = torch.ops.graphpar.dropout_bits.default(x, seed, p, number, stream)
-    product = torch.ops.graphpar.masked.default if x.device.type == "cpu" else torch.mul
-    kept: Tensor = product(x, mask)  # autograd keeps the mask alone
-    return kept.mul_(1 / (1 - p))
+    if get_proxy_mode() is not None:  # a compiler fuses products
+        kept: Tensor = x * mask
+        return kept.mul_(1 / (1 - p))
+    return torch.ops.graphpar.apply_mask.default(x, mask, 1 / (1 - p))  # type: ignore[no-any-return]
 
 
-def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """``x * mask``; the CPU takes longer for a product with a boolean."""
-    return torch.empty_like(x).copy_(mask.view(torch.uint8)).mul_(x)
+def apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``x * mask * scale``, on a GPU by one kernel; autograd keeps the mask alone. The CPU takes
+    longer for a product with a boolean."""
+    if x.is_cuda and x.is_contiguous():
+        return torch.ops.aten.native_dropout_backward.default(x, mask, scale)  # type: ignore[no-any-return]
+    if x.device.type == "cpu":
+        return torch.empty_like(x).copy_(mask.view(torch.uint8)).mul_(x).mul_(scale)
+    return (x * mask).mul_(scale)
 
 
 def save_mask(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+    _, mask, ctx.scale = inputs
+    ctx.save_for_backward(mask)
 
 
-def masked_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def apply_mask_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (mask,) = ctx.saved_tensors
-    return torch.ops.graphpar.masked.default(grad, mask), None
+    return torch.ops.graphpar.apply_mask.default(grad, mask, ctx.scale), None, None
 
 
 def dropout_bits(x: Tensor, seed: Tensor, p: float, number: int, stream: int) -> Tensor:

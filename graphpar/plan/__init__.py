@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphpar.plan.chrome import chrome_trace
-from graphpar.plan.optimizer import ADAMW, MIXED_ADAM, Optimizer
+from graphpar.plan.optimizer import ADAMW, MIXED_ADAM, OPTIMIZERS, Optimizer
 from graphpar.plan.planner import Planner
 from graphpar.plan.schedule import Pipeline, Task
 from graphpar.plan.simulate import Event, simulate
@@ -13,6 +13,7 @@ from graphpar.plan.svg import memory_svg
 __all__ = [
     "ADAMW",
     "MIXED_ADAM",
+    "OPTIMIZERS",
     "Event",
     "Optimizer",
     "Pipeline",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from graphpar.errors import InputError
 from graphpar.passes.choose_recompute import ChooseRecompute, mark_plans, report_plans
 from graphpar.passes.choose_recompute.blocks import BlockPlan, Curve
 from graphpar.passes.choose_recompute.calls import Calls
-from graphpar.passes.choose_recompute.fit import Plans, fit_plans
+from graphpar.passes.choose_recompute.fit import Plans, fit_plans, least_plans, too_small
 from graphpar.plan.chunk import state_bytes
 from graphpar.plan.part import state_read
 from graphpar.plan.schedule import Pipeline
@@ -54,11 +55,12 @@ def choose_stages(
                 curves=curves,
             )
         )
+    least = [least_plans(calls) for calls in stages]
     reserves = [0] * pipeline.pp
-    for round in range(ROUNDS):
+    for round in itertools.count(1):
         rows, reports = [], []
-        for number, (calls, reserve) in enumerate(zip(stages, reserves, strict=True)):
-            plans, bound_us = _fitted(calls, budget, reserve, number, setup)
+        for number, calls in enumerate(stages):
+            plans, bound_us = _fitted(calls, budget, reserves[number], setup) or (least[number], 0)
             rows.append(plans)
             options = ChooseRecompute(mode="auto", budget_bytes=budget)
             told = str(report_plans(calls, plans, options, bound_us))
@@ -66,14 +68,27 @@ def choose_stages(
         step = planned(mark_plans(program, _together(program, rows), program.report))
         excess = [max(0, stage.peak_bytes - budget) for stage in step.stages]
         if not any(excess):
+            return step, "\n".join(reports)
+        if any(more and rows[n] is least[n] for n, more in enumerate(excess)):
             break
-        reserves = [have + (more << round) for have, more in zip(reserves, excess, strict=True)]
-    else:
-        raise InputError(
-            f"memory_budget of {budget} bytes: the least peak that was found is "
-            f"{step.fullest.peak_bytes} bytes"
-        )
-    return step, "\n".join(reports)
+        for number, more in enumerate(excess):
+            last = round == ROUNDS and more > 0
+            reserves[number] = budget if last else reserves[number] + (more << (round - 1))
+    raise _too_small(planned(mark_plans(program, _together(program, least), program.report)))
+
+
+def _too_small(least: StepPlan) -> InputError:
+    """The error for a budget in which the step with the least bytes does not fit."""
+    full, setup = least.fullest, least.setup
+    assert setup.budget_bytes is not None
+    error = InputError(too_small(setup.budget_bytes, full.peak_bytes))
+    error.add_note(
+        f"parameters, gradients and optimizer states take {full.state_bytes} bytes of it, "
+        f"activations {full.activation_bytes} with all recomputation"
+    )
+    if setup.pipeline.pp > 1:
+        error.add_note(f"on stage {least.stages.index(full)} of {setup.pipeline.pp}")
+    return error
 
 
 def chunks_in_flight(pipeline: Pipeline, device: int) -> int:
@@ -82,16 +97,12 @@ def chunks_in_flight(pipeline: Pipeline, device: int) -> int:
     return usage_of(pipeline.tasks(device), nothing).in_flight
 
 
-def _fitted(
-    calls: Calls, budget: int, reserve: int, number: int, setup: Setup
-) -> tuple[Plans, float]:
+def _fitted(calls: Calls, budget: int, reserve: int, setup: Setup) -> tuple[Plans, float] | None:
     try:
         alone = setup.pipeline.pp == 1  # else each stage would have blocks of its own
         return fit_plans(calls, budget, must=True, reserve_bytes=reserve, refine=alone)
-    except InputError as error:
-        if setup.pipeline.pp > 1:
-            error.add_note(f"on stage {number} of {setup.pipeline.pp}")
-        raise
+    except InputError:
+        return None
 
 
 def _together(program: Program, rows: Sequence[Plans]) -> Plans:

@@ -21,11 +21,13 @@ class Planner:
     """``whole`` is the model's program before it is partitioned, ``local`` the one of each rank.
 
     Raises:
-        InputError: the layers cannot be dealt to the stages.
+        InputError: the layers cannot be dealt to the stages, or the optimizer is for parameters
+            of another type.
     """
 
     def __init__(self, whole: Program, local: Program, setup: Setup) -> None:
         self.local, self.setup = local, setup
+        setup.optimizer.check(local)
         self._paths = dealt_paths(local)
         check_pipeline(setup.pipeline, len(self._paths))
         run = dry_run(whole, backward=True)

@@ -47,7 +47,12 @@ class Setup:
     def state_bytes(self, trained: int, other: int) -> int:
         """Those of parameters of ``trained`` bytes, their gradients and the optimizer's states, and
         of what is not trained."""
-        return (2 + self.optimizer.states) * trained + other
+        held = 1 + self.optimizer.gradients + self.optimizer.states
+        return held * trained + other
+
+    def adds(self, microbatches: int) -> int:
+        """Of how many microbatches gradients are added to those before."""
+        return microbatches if self.optimizer.adds_first else microbatches - 1
 
     @property
     def devices(self) -> int:
@@ -177,7 +182,8 @@ def plan_step(
         work = (whole_works if kept else works)[task.chunk]
         if not task.backward:
             return work.forward_us
-        return work.backward_us + work.replay_us + add_us[task.chunk] * (task.microbatch > 0)
+        adds = setup.adds(task.microbatch + 1) > 0
+        return work.backward_us + work.replay_us + add_us[task.chunk] * adds
 
     stride = setup.tp * setup.dp
     sends = [
@@ -237,9 +243,9 @@ def _state(program: Program, chunks: Sequence[Chunk]) -> tuple[int, int]:
 
 
 def _add_us(program: Program, chunk: Chunk, setup: Setup) -> float:
-    """The time to add a further microbatch's gradients to those before."""
+    """The time to add a microbatch's gradients to those before."""
     trained = _state(program, [chunk])[0]
-    return _memory_us(setup, "aten.add_", 3 * trained)
+    return _memory_us(setup, "aten.add_", setup.optimizer.adding * trained)
 
 
 def _memory_us(setup: Setup, op: str, bytes_moved: int) -> float:
@@ -267,7 +273,7 @@ def _stage(
     add_us: Sequence[float],
 ) -> Stage:
     trained, other = state
-    count = setup.pipeline.microbatches
+    count, optimizer = setup.pipeline.microbatches, setup.optimizer
     work = Work()
     for chunk in mine:
         kept = sum(c == chunk for c, _ in usage.whole)
@@ -275,18 +281,19 @@ def _stage(
         if kept:
             work = work + _times(whole[chunk].work, kept)
     tied = {name for chunk in mine for name in chunks[chunk].state if shared[name] > 1}
-    sync_us = _all_reduce_us(setup, trained, setup.dp, setup.tp)
+    sync_us = _all_reduce_us(setup, optimizer.gradients * trained, setup.dp, setup.tp)
     if setup.pipeline.pp > 1:  # a parameter of two stages: their gradients are summed
         nbytes = sum(
             local_nbytes(program.state[name], program.ranks)
             for name in tied
             if is_trained(program.state[name])
         )
+        nbytes *= optimizer.gradients
         sync_us += _all_reduce_us(setup, nbytes, 2, setup.tp * setup.dp)
     return Stage(
         parameter_bytes=trained,
-        gradient_bytes=trained,
-        optimizer_bytes=setup.optimizer.states * trained,
+        gradient_bytes=optimizer.gradients * trained,
+        optimizer_bytes=optimizer.states * trained,
         buffer_bytes=other,
         activation_bytes=usage.kept_bytes,
         transient_bytes=usage.working_bytes,
@@ -294,11 +301,11 @@ def _stage(
         in_flight=usage.in_flight,
         whole_microbatches=len(usage.whole),
         forward_us=work.forward_us,
-        backward_us=work.backward_us + (count - 1) * sum(add_us[chunk] for chunk in mine),
+        backward_us=work.backward_us + setup.adds(count) * sum(add_us[chunk] for chunk in mine),
         replay_us=work.replay_us,
         communication_us=work.communication_us,
         gradient_sync_us=sync_us,
-        optimizer_us=_memory_us(setup, "aten._fused_adamw_", setup.optimizer.traffic * trained),
+        optimizer_us=_memory_us(setup, "aten._fused_adamw_", optimizer.traffic * trained),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -9,9 +10,10 @@ from graphpar.passes.choose_recompute.budget import format_bytes
 from graphpar.plan.curve import by_kind, memory_curve
 from graphpar.plan.step import StepPlan
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 420, 80, 150, 40, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 420, 80, 190, 40, 44
 COLOURS = ("#4c78a8", "#72b7b2", "#54a24b", "#9d755d", "#f58518", "#e45756")
 COLUMNS = 2000
+UNITS = "B", "KiB", "MiB", "GiB", "TiB"
 
 
 def memory_svg(step: StepPlan, device: int, title: str) -> str:
@@ -39,41 +41,55 @@ def memory_svg(step: StepPlan, device: int, title: str) -> str:
         f'<text x="{LEFT}" y="22" font-size="14">{escape(title)}</text>',
     ]
     below = [0] * len(columns)
+    legend = TOP + 20 * sum(any(row) for _, row in rows)
     for number, (kind, _) in enumerate(rows):
         values = [column[1][number] for column in columns]
         above = [b + v for b, v in zip(below, values, strict=True)]
-        if any(values):
-            upper = _steps([c[0] for c in columns], above)
-            lower = _steps([c[0] for c in columns], below)
-            outline = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in (*upper, *reversed(lower)))
-            parts.append(
-                f'<polygon points="{outline}" fill="{COLOURS[number]}">'
-                f"<title>{kind}</title></polygon>"
-            )
-        legend = TOP + 20 * (len(rows) - number)
-        most = format_bytes(max(values))
+        if not any(values):
+            continue
+        upper = _steps([c[0] for c in columns], above)
+        lower = _steps([c[0] for c in columns], below)
+        outline = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in (*upper, *reversed(lower)))
         parts.append(
+            f'<polygon points="{outline}" fill="{COLOURS[number]}"><title>{kind}</title></polygon>'
             f'<rect x="{WIDTH - RIGHT + 10}" y="{legend - 10}" width="10" height="10" '
             f'fill="{COLOURS[number]}"/>'
-            f'<text x="{WIDTH - RIGHT + 25}" y="{legend}">{kind} {most}</text>'
+            f'<text x="{WIDTH - RIGHT + 25}" y="{legend}">{kind} {format_bytes(max(values))}</text>'
         )
+        legend -= 20
         below = above
-    for tick in range(5):
-        nbytes = top / 1.05 * tick / 4
+    power = min(int(math.log(top, 1024)), len(UNITS) - 1)
+    unit = 1024**power
+    for many in _ticks(top / unit):
         parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(nbytes):.1f}" y2="{y(nbytes):.1f}" '
-            f'stroke="#00000022"/><text x="{LEFT - 6}" y="{y(nbytes) + 4:.1f}" '
-            f'text-anchor="end">{format_bytes(int(nbytes))}</text>'
-            f'<text x="{x(tick / 4):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
-            f"{end_us * tick / 4 / 1000:.4g}</text>"
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(many * unit):.1f}" '
+            f'y2="{y(many * unit):.1f}" stroke="#00000022"/><text x="{LEFT - 6}" '
+            f'y="{y(many * unit) + 4:.1f}" text-anchor="end">{many:g} {UNITS[power]}</text>'
+        )
+    second_us, word = (1e6, "s") if end_us >= 1e7 else (1e3, "ms")
+    for many in _ticks(end_us / second_us):
+        parts.append(
+            f'<text x="{x(many * second_us / end_us):.1f}" y="{HEIGHT - BOTTOM + 18}" '
+            f'text-anchor="middle">{many:g}</text>'
         )
     if budget:
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}" '
             f'stroke="black" stroke-dasharray="6 4"><title>budget</title></line>'
+            f'<text x="{WIDTH - RIGHT - 4}" '
+            f'y="{y(budget) - 4:.1f}" text-anchor="end">budget {format_bytes(budget)}</text>'
         )
-    parts.append(f'<text x="{x(0.5):.1f}" y="{HEIGHT - 8}" text-anchor="middle">ms</text></svg>')
+    parts.append(
+        f'<text x="{x(0.5):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{word}</text></svg>'
+    )
     return "\n".join(parts) + "\n"
+
+
+def _ticks(most: float) -> list[float]:
+    """Round numbers from 0 to ``most``, four to eight of them."""
+    power = 10.0 ** math.floor(math.log10(most / 3))
+    step = next(step for step in (5 * power, 2 * power, power) if most / step >= 3)
+    return [step * i for i in range(int(most / step) + 1)]
 
 
 def _columns(

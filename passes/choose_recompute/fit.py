@@ -40,17 +40,12 @@ def fit_plans(
             plans = _refined(calls, plans, available) if refine else plans
             return plans, calls.bound_us(available - offset - calls.transient_bytes(plans))
         limit -= excess
-    counts = least_bytes(calls.groups)[1]
-    least = calls.assigned([plans_of(g, c) for g, c in zip(calls.groups, counts, strict=True)])
+    least = least_plans(calls)
     needed = calls.total_bytes(least)
     if needed <= available:
         return least, calls.bound_us(available - offset - calls.transient_bytes(least))
     needed += reserve_bytes
-    message = (
-        f"memory_budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: "
-        f"the least that works is {needed + calls.state_bytes} bytes "
-        f"({format_bytes(needed + calls.state_bytes)})"
-    )
+    message = too_small(budget_bytes, needed + calls.state_bytes)
     if not must:
         warnings.warn(f"{message}, which is taken", GraphparWarning, stacklevel=2)
         return least, 0.0
@@ -60,6 +55,19 @@ def fit_plans(
         f"autograd keeps {needed} with all recomputation, {calls.total_bytes(none)} with none"
     )
     raise error
+
+
+def too_small(budget_bytes: int, least: int) -> str:
+    return (
+        f"memory_budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: "
+        f"the least that works is {least} bytes ({format_bytes(least)})"
+    )
+
+
+def least_plans(calls: Calls) -> Plans:
+    """Those that keep the fewest bytes, the largest replay's included."""
+    counts = least_bytes(calls.groups)[1]
+    return calls.assigned([plans_of(g, c) for g, c in zip(calls.groups, counts, strict=True)])
 
 
 def _refined(calls: Calls, plans: Plans, available: int) -> Plans:

@@ -138,7 +138,7 @@ def test_the_tensors_of_a_choice(graphpar: Command) -> None:
             "4 layers cannot be dealt to pp=4 stages with interleave=2; legal: 2",
         ),
         (BARE, ("--pp", "2"), "the model has no repeated block, so it is planned as one block"),
-        (MLP, ("--plot", "/nowhere/x.svg"), "cannot write /nowhere/x.svg: No such file"),
+        (MLP, ("--plot", "/nowhere/x.svg"), "cannot write /nowhere/x.svg: there is no folder"),
     ],
 )
 def test_bad_input(graphpar: Command, model: str, rest: tuple[str, ...], message: str) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from graphpar.plan import (
 from graphpar.plan.chunk import Coster
 from graphpar.plan.curve import memory_curve
 from graphpar.plan.deal import deal, dealt_paths, messages, send_us
+from graphpar.plan.svg import _ticks
 from graphpar.program import Program
 from graphpar.trace import trace
 from tests.unit.paper import paper
@@ -155,10 +157,15 @@ def test_auto_keeps_each_stage_in_the_budget(programs: dict[bool | None, Program
 
 
 def test_auto_says_what_would_fit(programs: dict[bool | None, Program]) -> None:
-    plan = planner(programs, pipeline=Pipeline(pp=2, microbatches=2), budget_bytes=1000)
+    pipeline = Pipeline(pp=2, microbatches=2)
+    plan = planner(programs, pipeline=pipeline, budget_bytes=1000, optimizer=MIXED_ADAM)
     with pytest.raises(InputError, match="too small: the least that works is") as told:
         plan.step("auto")
     assert "on stage 0 of 2" in told.value.__notes__
+    assert "optimizer states take" in told.value.__notes__[0]
+    least = int(str(told.value).split("works is ")[1].split()[0])
+    plan = planner(programs, pipeline=pipeline, budget_bytes=least, optimizer=MIXED_ADAM)
+    assert plan.step("auto").fullest.peak_bytes <= least
 
 
 @pytest.fixture(scope="module")
@@ -180,19 +187,46 @@ def test_the_curve_reaches_the_peak(drawn: StepPlan) -> None:
 
 
 def test_the_optimizer_is_part_of_the_setup(programs: dict[bool | None, Program]) -> None:
-    """Adam on a copy in 32 bits: 12 bytes of states and 60 of traffic for 2 of a parameter."""
+    """Adam in 32 bits: of a parameter's 2 bytes 12 of states, 4 of its gradient, 58 of traffic."""
     times = Roofline(hardware=replace(HOST, launch_us=0.0))
     own, mixed = (
-        planner(programs, optimizer=each, times=times).step("none").stages[0]
+        planner(programs, optimizer=each, times=times, dp=2).step("none").stages[0]
         for each in (ADAMW, MIXED_ADAM)
     )
     count = own.parameter_bytes // 2
     assert mixed.optimizer_bytes - own.optimizer_bytes == (12 - 4) * count
-    assert mixed.peak_bytes - own.peak_bytes == (12 - 4) * count
-    assert mixed.optimizer_us == pytest.approx(60 * count / HOST.memory_bytes_per_us)
+    assert mixed.gradient_bytes == 4 * count
+    assert mixed.peak_bytes - own.peak_bytes == (16 - 6) * count
+    assert mixed.optimizer_us == pytest.approx(58 * count / HOST.memory_bytes_per_us)
+    assert mixed.gradient_sync_us > own.gradient_sync_us
     least = own.state_bytes + own.activation_bytes + own.transient_bytes
     with pytest.raises(InputError, match="the least that works"):
         planner(programs, optimizer=MIXED_ADAM, budget_bytes=least).step("auto")
+
+
+def test_gradients_are_added_in_the_optimizers_type(programs: dict[bool | None, Program]) -> None:
+    """Of its own type those of all but the first microbatch; in 32 bits those of each, to zeros."""
+    times = Roofline(hardware=replace(HOST, launch_us=0.0))
+    for optimizer, nbytes in ((ADAMW, (0, 6, 12)), (MIXED_ADAM, (10, 20, 30))):
+        for count, moved in enumerate(nbytes, 1):
+            pipeline = Pipeline(microbatches=count)
+            plan = planner(programs, optimizer=optimizer, times=times, pipeline=pipeline)
+            step = plan.step("none")
+            stage, once = step.stages[0], step.chunks[0].work.backward_us
+            us = moved * stage.parameter_bytes / 2 / HOST.memory_bytes_per_us
+            assert stage.backward_us - count * once == pytest.approx(us, abs=1e-6)
+            end = step.events[0][-1].end_us
+            assert end == pytest.approx(stage.forward_us + stage.backward_us)
+
+
+def test_an_optimizer_is_for_parameters_of_one_type(programs: dict[bool | None, Program]) -> None:
+    local = programs[True]
+    name = next(name for name, s in local.state.items() if s.kind == "parameter")
+    known = local.state[name]
+    wide = replace(known, spec=replace(known.spec, dtype=torch.float32))
+    other = {True: replace(local, state={**local.state, name: wide}), None: programs[None]}
+    with pytest.raises(InputError, match=f"is for parameters of 16 bits, but {name} is float32"):
+        planner(other, optimizer=MIXED_ADAM)
 
 
 @pytest.mark.parametrize("send_us", [None, 1000.0])
@@ -266,6 +300,19 @@ def test_the_picture_has_the_peak(drawn: StepPlan) -> None:
     text = memory_svg(drawn, 0, "a < b")
     assert "a &lt; b" in text
     assert text.count("<polygon") == 5  # no buffers
+    assert "buffers" not in text
+    root = ElementTree.fromstring(text)
+    texts = [x.text for x in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(str(x).startswith("budget ") for x in texts)
+
+
+@pytest.mark.parametrize("most", [0.7, 1, 2.99, 3, 5, 5.99, 6, 14.9, 15, 29.9, 30, 845.2, 1024])
+def test_ticks_are_round(most: float) -> None:
+    found = _ticks(most)
+    assert 4 <= len(found) <= 8
+    assert found[0] == 0
+    assert most - found[1] < found[-1] * (1 + 1e-9) <= most * (1 + 2e-9)
+    assert f"{found[1]:g}"[-1] in "125" or found[1] >= 10
 
 
 def test_equal_units_are_costed_once(programs: dict[bool | None, Program]) -> None:

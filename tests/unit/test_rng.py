@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import graphpar
 from graphpar import ops, simulate
+from graphpar.cost.kernels import KernelRecorder
 from graphpar.errors import InputError
 from graphpar.interpret import model_state, run
 from graphpar.ops.seeded import own_dropout, part_dropout
@@ -208,6 +210,29 @@ def test_backward_keeps_the_seed_alone() -> None:
     masks = [v for v in saved if v.numel() > 2 and {*v.unique().tolist()} <= {0.0, 1.0, 2.0}]
     assert saved
     assert not masks
+
+
+def test_a_mask_is_applied_at_once() -> None:
+    """The op of devices other than the CPU: the same bits, the mask alone is kept."""
+    mask, scale = torch.rand(4, 6) > P, 1 / (1 - P)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    apply = torch.ops.graphpar.apply_mask.default
+    kept: list[Tensor] = []
+
+    def keep(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        y = apply(x, mask, scale)
+    assert [v is mask or v.equal(mask) for v in kept] == [True]
+    assert y.equal(x * mask * scale)
+    assert y.equal(torch.ops.aten.native_dropout_backward(x, mask, scale))  # of a GPU
+    assert torch.autograd.gradcheck(lambda x: apply(x, mask, scale), x)
+    assert torch.autograd.gradgradcheck(lambda x: apply(x, mask, scale), x)
+    with FakeTensorMode(), KernelRecorder() as recorder:
+        own_dropout(torch.empty(4, device="meta"), torch.empty(2), P, 0, None)
+    assert [k.op for k in recorder.kernels] == ["graphpar.dropout_bits", "graphpar.apply_mask"]
 
 
 def test_a_replay_drops_the_same() -> None:
