@@ -21,6 +21,7 @@ from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.exchange import TYPES
 from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.launch import for_triton
 from graphpar.codegen.sparse_rnn.plan import Plan
 from graphpar.codegen.sparse_rnn.static_checks import check
 from graphpar.errors import CapacityError, InputError
@@ -130,7 +131,7 @@ def text_of(each: Recurrence, options: argparse.Namespace, terminal: Terminal) -
         device=device_of(options.arch),
         value=options.type,
     )
-    spec = replace(FastSpec.of(plan, reverse=each.reverse), sync=options.sync)
+    spec = for_triton(replace(FastSpec.of(plan, reverse=each.reverse), sync=options.sync))
     if options.emit == "plan":
         return describe(plan, spec)
     source = emit_fast(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -22,10 +23,12 @@ from graphpar.codegen.sparse_rnn.fast import Fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
+from graphpar.codegen.sparse_rnn.launch import for_triton
 from graphpar.codegen.sparse_rnn.plan import Shape
 from graphpar.codegen.sparse_rnn.register_words import REGISTER_WORDS
+from graphpar.codegen.sparse_rnn.sass import read
 from graphpar.codegen.sparse_rnn.static_checks import Findings, check
-from graphpar.errors import CapacityError, InternalError
+from graphpar.errors import CapacityError, InternalError, KernelError
 from tests.unit.sparse_kernels import note
 
 SPEC = FastSpec(
@@ -53,6 +56,7 @@ def run(
     edit: Callable[[str], str] = lambda text: text,
     programs: int = 3,
     backward: bool = False,
+    inline: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     """The largest differences from products of the same rounded weights in float32."""
@@ -62,7 +66,7 @@ def run(
     weight = (0.3 * torch.randn(shape) * (torch.rand(shape) < 0.2)).to(TYPES[value]).float()
 
     def start(spec: FastSpec, blocks: int, arguments: Mapping[str, Any]) -> None:
-        module = load_fast(edit(emit_fast(spec)), folder)
+        module = load_fast(edit(emit_fast(replace(spec, inline=inline))), folder)
         shared = [v for k, v in arguments.items() if k in ("exchange_ptr", "counter_ptr")]
         schedule = Schedule(seed=seed, weak=True, shared=shared, patience=100)
         launch(getattr(module, spec.part), blocks, {**arguments, "SPIN": False}, schedule)
@@ -122,10 +126,12 @@ def test_equals_the_products(cell: str, tmp_path: Path) -> None:
         ("lstm", {"batch": 2, "sync": "counter", "backward": True}),
         ("lstm", {"segments": 2, "hidden": 130, "shared_words": 3, "backward": True}),
         ("gru", {"segments": 4, "frugal": True, "batch": 5, "programs": 1, "backward": True}),
+        ("lstm", {"inline": True, "segments": 2, "shared_words": 3, "batch": 5, "backward": True}),
+        ("gru", {"inline": True, "sync": "counter", "batch": 2, "shared_words": 1}),
     ],
     ids=["two passes, shared words", "one column", "eight columns", "large", "fp16, counter",
          "fp16, shared words", "counter", "slices", "counter, two columns", "two segments",
-         "four segments, frugal"],
+         "four segments, frugal", "PTX: two passes, shared words", "PTX: counter, two columns"],
 )  # fmt: skip
 def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
     worst = run(cell, tmp_path, **options)
@@ -139,13 +145,23 @@ def test_forms(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
         ("gru", {"batch": 1, "sync": "counter", "launches": 2}),
         ("rnn_relu", {"batch": 5, "sync": "counter", "reverse": True}),
         ("rnn_tanh", {"batch": 9, "hidden": 20}),
+        ("rnn_relu", {"inline": True, "shared_words": 2}),
     ],
-    ids=["shared words", "counter, one column", "counter, three passes", "slices"],
+    ids=["shared words", "counter, one column", "counter, three passes", "slices", "PTX"],
 )
 def test_fp32_is_close(cell: str, options: dict[str, Any], tmp_path: Path) -> None:
     worst = run(cell, tmp_path, value="fp32", backward=True, **options)
     assert {"out", "dgates", "dh"} <= worst.keys()
     assert max(worst.values()) < 1e-5, worst
+
+
+def test_a_buffer_that_lies_elsewhere_is_an_error(tmp_path: Path) -> None:
+    def edit(text: str) -> str:
+        assert "!= mark" in text
+        return text.replace("!= mark", "!= mark + 1")
+
+    with pytest.raises(KernelError, match="puts shared memory elsewhere"):
+        run("rnn_tanh", tmp_path, steps=1, inline=True, edit=edit)
 
 
 @pytest.mark.long
@@ -302,6 +318,7 @@ def findings(
     specs: list[FastSpec], folder: Path, archs: tuple[str, ...], texts: list[str] | None = None
 ) -> list[Findings]:
     """Of each spec's text, for each architecture."""
+    specs = [for_triton(spec) for spec in specs]
     given = [emit_fast(spec) for spec in specs] if texts is None else texts
     pairs = [(s, write(t, folder), a) for s, t in zip(specs, given, strict=True) for a in archs]
     compiled = compile_all([fast_order(spec, path, arch=arch) for spec, path, arch in pairs])
@@ -321,19 +338,46 @@ def test_machine_code_is_what_was_planned(tmp_path: Path) -> None:
     assert [f.faults for f in findings(more, tmp_path, ("sm_90",))] == [()] * len(more)
 
 
+def test_machine_code_by_ptx(tmp_path: Path) -> None:
+    """Of what triton 3.6 compiles: a launch finds out whether its buffer is where PTX takes it to
+    be, and the compiler shows that it is."""
+    specs = [PTX, replace(PTX, cell_name="lstm", batch=5, shared_words=2, save=True)]
+    specs.append(replace(PTX, sync="counter", part="backward", batch=2, hidden=64))
+    for spec in specs:
+        orders = [
+            fast_order(spec, write(emit_fast(spec), tmp_path), arch=arch)
+            for arch in ("sm_80", "sm_90", "sm_100")[: 1 if spec is specs[-1] else 3]
+        ]
+        for compiled in compile_all(orders):
+            found = check(spec, compiled)
+            assert not found.faults
+            assert found.barriers == (3 if spec.sync == "counter" else 2)
+            code = read(compiled.sass)
+            before = code.instructions[: code.time_loop[0]]
+            written, seen = (
+                re.search(rf"{name}\.64 .*?(\[.*?\])", "\n".join(before)) for name in ("STS", "LDS")
+            )
+            assert written is not None
+            assert seen is not None
+            assert written[1] == seen[1]
+
+
 def test_machine_code_of_the_counter_barrier(tmp_path: Path) -> None:
     for found in findings([COUNTER], tmp_path, ("sm_80", "sm_100")):
         assert not found.faults
         assert found.barriers == 3
 
 
-COUNTER = replace(SPEC, sync="counter")
+COUNTER, PTX = replace(SPEC, sync="counter"), replace(SPEC, inline=True)
+GATHERED, SUMMED = "tl.debug_barrier()\n        a_0 = ", "tl.debug_barrier()\n        both"
 FAULTS = [
     (SPEC, "weak loads", ", volatile=True", ""),
     (SPEC, "no strong store", ', cache_modifier=".cg"', ""),
     (SPEC, "weights are read again", "word = words[k]",
      "word = gl.load(mine + k * THREADS + step * 0)"),
     (SPEC, "barriers a step", "t = step", "gl.barrier()\n        gl.barrier()\n        t = step"),
+    (PTX, "1 barriers a step", GATHERED, "a_0 = "),
+    (PTX, "1 barriers a step", SUMMED, "both"),
     (COUNTER, "does not acquire", "ld.acquire.gpu", "ld.relaxed.gpu"),
     (COUNTER, "does not release", 'sem="release"', 'sem="relaxed"'),
 ]  # fmt: skip

@@ -217,7 +217,7 @@ def test_a_device_that_fits() -> None:
     ("change", "message"),
     [
         ({"capability": (7, 5)}, "compute capability 7.5: the kernels need 8.0"),
-        ({"triton": (3, 6)}, "triton 3.6: the fast kernels need 3.7"),
+        ({"triton": (3, 5)}, "triton 3.5: the fast kernels need 3.6"),
         ({"multiprocessors": 108}, "132 blocks cannot run at once on 108 multiprocessors"),
     ],
 )
