@@ -150,11 +150,15 @@ def describe(plan: Plan, spec: FastSpec) -> str:
     held = f"{plan.register_words} in registers, {plan.shared_words} in shared memory"
     return (
         f"{plan.device.name}: {plan.programs} blocks of {plan.warps} warps; {spec.part}, "
-        f"{spec.value}, {SYNC[spec.sync]}\n"
+        f"{spec.value}, {SYNC[spec.sync]}{_inline(spec)}\n"
         f"{plan.words} non-zeros per thread, {held} ({plan.shared_bytes:,} bytes per block)\n"
         f"modelled: {plan.step_us:.2f} us a step ({parts}), {plan.speedup:.1f} times as fast as "
         f"reading the dense matrix ({plan.dense_us:.2f} us)\n"
     )
+
+
+def _inline(spec: FastSpec) -> str:
+    return "; shared memory by inline PTX, for triton 3.6" if spec.inline else ""
 
 
 def findings(spec: FastSpec, compiled: Compiled) -> str:
