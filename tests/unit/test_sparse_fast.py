@@ -391,6 +391,14 @@ def test_static_checks_see_faults(tmp_path: Path) -> None:
         assert any(wanted in fault for fault in found.faults), (wanted, found)
 
 
+def test_code_behind_the_end_is_no_loop() -> None:
+    """What the compiler moved there jumps back into the time loop."""
+    lines = [".L_x_1:", "BAR.SYNC 0x0", ".L_x_3:", "LDS R0, [R1]", "@P0 BRA `(.L_x_1)",
+             "BAR.SYNC 0x0", "EXIT", "BRA `(.L_x_3)"]  # fmt: skip
+    text = [x if x.endswith(":") else f"        /*{i:04x}*/  {x} ;" for i, x in enumerate(lines)]
+    assert read("\n".join(text)).time_loop == (0, 2)
+
+
 def test_spills_and_grids_are_seen(tmp_path: Path) -> None:
     many = replace(SPEC, warps=16, register_words=120, programs=500)
     (found,) = findings([many], tmp_path, ("sm_80",))
