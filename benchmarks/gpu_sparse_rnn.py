@@ -273,7 +273,7 @@ def run(place: Place) -> str:
     head = ["largest relative difference", "forward", "backward"]
     if triton_version() < LEAST_TRITON:
         checked, found = check_reference(place), measure_reference(place)
-        note = "This triton's Gluon does not gather from shared memory: reference kernels alone."
+        note = "This triton is older than the fast kernels need: reference kernels alone."
     else:
         checked = [*check_kernels(place), *check_op(place)]
         note = "A replayed CUDA graph of the op gives what fresh launches give, bit by bit."

@@ -25,6 +25,7 @@ from _common import report, table
 
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError
+from graphpar.codegen.sparse_rnn.launch import for_triton
 from graphpar.errors import InternalError
 from tests.unit import sparse_kernels, test_sparse_fast, test_sparse_kernels
 
@@ -73,7 +74,10 @@ def main() -> None:
             rows.append([f"fast: {mutant}", quoted(old), quoted(new), caught])
         faults = test_sparse_fast.FAULTS
         specs = [spec for spec, *_ in faults]
-        texts = [emit_fast(spec).replace(old, new) for spec, _, old, new in faults]
+        texts = [
+            emit_fast(spec if spec.inline else for_triton(spec)).replace(old, new)
+            for spec, _, old, new in faults
+        ]
         found = test_sparse_fast.findings(specs, folder, ("sm_90",), texts)
         for (spec, wanted, old, new), each in zip(faults, found, strict=True):
             (fault,) = (f for f in each.faults if wanted in f)

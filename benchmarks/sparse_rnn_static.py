@@ -33,6 +33,7 @@ from graphpar.codegen.sparse_rnn.devices import DEVICES, Device, device_of
 from graphpar.codegen.sparse_rnn.emit import write
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.launch import for_triton
 from graphpar.codegen.sparse_rnn.pack import pack
 from graphpar.codegen.sparse_rnn.plan import Plan, plan_kernel
 from graphpar.codegen.sparse_rnn.spec import PartName
@@ -113,7 +114,7 @@ def compiled(folder: Path, sizes: list[int]) -> str:
             plan = planned(cell, hidden, density, BATCH, device_of(arch), part)
             if plan is not None:
                 save = part == "backward"
-                chosen.append((arch, density, plan, FastSpec.of(plan, save=save)))
+                chosen.append((arch, density, plan, for_triton(FastSpec.of(plan, save=save))))
     orders = [fast_order(s, write(emit_fast(s), folder), arch=a) for a, _, _, s in chosen]
     rows, gathered = [], dict[tuple[object, ...], float]()
     for (arch, density, plan, spec), found in zip(chosen, compile_all(orders), strict=True):
@@ -212,7 +213,7 @@ def proofs(winners: list[tuple[str, Plan]], folder: Path) -> str:
     """What static checks find in the kernels of the largest sizes."""
     rows = []
     for name, plan in winners:
-        spec = FastSpec.of(plan, save="training" in name)
+        spec = for_triton(FastSpec.of(plan, save="training" in name))
         order = fast_order(spec, write(emit_fast(spec), folder), arch=plan.device.arch)
         (found,) = compile_all([order])
         facts = check(spec, found)

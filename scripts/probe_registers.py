@@ -22,6 +22,7 @@ from graphpar.codegen.sparse_rnn.devices import DEVICES
 from graphpar.codegen.sparse_rnn.emit import write
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.launch import for_triton
 from graphpar.codegen.sparse_rnn.limits import CELLS, PROBED_SLOTS, WARPS
 from graphpar.codegen.sparse_rnn.register_words import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.static_checks import check
@@ -107,7 +108,7 @@ def fits(pairs: list[tuple[Entry, int]], arch: str, folder: Path) -> list[bool]:
     """Whether each entry's kernel of so many words passes the static checks."""
     if not pairs:
         return []
-    specs = [entry.spec(words) for entry, words in pairs]
+    specs = [for_triton(entry.spec(words)) for entry, words in pairs]
     orders = [fast_order(s, write(emit_fast(s), folder), arch=arch) for s in specs]
     faults = [check(s, c).faults for s, c in zip(specs, compile_all(orders), strict=True)]
     return [not any(f for f in each if "not resident" not in f) for each in faults]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,10 +71,12 @@ def decide(
     device: torch.device,
     mode: bool | str,
     model: CpuModel = CpuModel(),
+    trains: bool = True,
 ) -> Decision:
     """Decide for a recurrent matrix ``weight`` [G * H, P]; ``None`` if its values are unknown.
 
-    ``mode``: True lowers whatever can be, "auto" what the model calls faster.
+    ``mode``: True lowers whatever can be, "auto" what the model calls faster. ``trains``: gradients
+    pass through the recurrence, so that on a GPU its backward counts, too.
     """
     cell_of(cell)
     if mode is False:
@@ -88,7 +91,7 @@ def decide(
     if not bool(torch.isfinite(weight).all()):
         return Decision(False, "its recurrent weight has values that are not finite", density)
     if device.type == "cuda":
-        return _on_gpu(cell, weight, batch, dtype, device, mode, density)
+        return _on_gpu(cell, weight, batch, dtype, device, mode, density, trains)
     if device.type != "cpu":
         if mode is True:
             return Decision(True, "sparse_rnn=True", density)
@@ -112,6 +115,7 @@ def _on_gpu(
     device: torch.device,
     mode: bool | str,
     density: float,
+    trains: bool,
 ) -> Decision:
     """True raises where no kernel can be had; where there is none at all it is the library's."""
     fault = no_kernel(cell, weight, dtype)
@@ -119,20 +123,28 @@ def _on_gpu(
         by_library = f"sparse_rnn=True, by the library's products: {fault}"
         return Decision(mode is True, by_library if mode is True else fault, density)
     try:
-        forward, backward = gpu_plans(cell, weight, batch=batch, dtype=dtype, device=device)
+        given: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device}
+        plans, fault = gpu_plans(cell, weight, trains=trains, **given)
     except (CapacityError, UnsupportedError) as error:
         if mode is True:
             raise
         return Decision(False, str(error), density)
-    speedup = forward.speedup
-    times = f"modelled {forward.step_us:.1f} us a step, dense {forward.dense_us:.1f} us"
-    if backward is None:
-        times += "; backward does not fit on chip and is the library's"
+    fast, dense = sum(p.step_us for p in plans), sum(p.dense_us for p in plans)
+    times = f"modelled {fast:.1f} us a step{_and_back(len(plans))}, dense {dense:.1f} us"
     if mode is True:
-        return Decision(True, f"sparse_rnn=True ({times})", density, speedup)
+        if fault:
+            times += f"; backward is the library's: it {fault}"
+        return Decision(True, f"sparse_rnn=True ({times})", density, dense / fast)
+    if fault:
+        return Decision(False, f"its backward {fault}", density)
+    speedup = dense / fast
     if speedup < BREAK_EVEN:
         return Decision(False, f"not faster: {times}", density, speedup)
     if not RUN_ON_GPUS:
         reason = f"its kernels have run on no GPU yet, sparse_rnn=True runs them ({times})"
         return Decision(False, reason, density, speedup)
     return Decision(True, f"faster: {times}", density, speedup)
+
+
+def _and_back(plans: int) -> str:
+    return " and back" if plans > 1 else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,18 +29,20 @@ def no_kernel(cell: str, weight: Tensor, dtype: torch.dtype) -> str:
 
 
 def gpu_plans(
-    cell: str, weight: Tensor, *, batch: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Plan, Plan | None]:
-    """The plans of forward, and of backward if that fits.
+    cell: str, weight: Tensor, *, batch: int, dtype: torch.dtype, device: torch.device, trains: bool
+) -> tuple[list[Plan], str]:
+    """The plans of forward and, if it ``trains``, of backward; or why that does not fit.
 
     Raises:
         CapacityError: forward does not fit. UnsupportedError: the device runs no kernels.
     """
     planned = planned_device(device)
     value = next(name for name, each in TYPES.items() if each == dtype)
-    forward = plan_of(weight, cell, "forward", batch=batch, device=planned, value=value)
-    try:
-        backward = plan_of(weight, cell, "backward", batch=batch, device=planned, value=value)
-    except CapacityError:
-        return forward, None
-    return forward, backward
+    plans = [plan_of(weight, cell, "forward", batch=batch, device=planned, value=value)]
+    if trains:
+        try:
+            given: dict[str, Any] = {"batch": batch, "device": planned, "value": value}
+            plans.append(plan_of(weight, cell, "backward", **given))
+        except CapacityError as error:
+            return plans, str(error)
+    return plans, ""

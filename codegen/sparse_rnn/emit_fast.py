@@ -11,10 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from graphpar.codegen.sparse_rnn.devices import WARP
-from graphpar.codegen.sparse_rnn.emit_fast_helpers import IMPORTS, PAYLOADS, SYNC, helpers
+from graphpar.codegen.sparse_rnn.emit_fast_helpers import (
+    IMPORTS,
+    INLINE_IMPORT,
+    PAYLOADS,
+    SYNC,
+    helpers,
+)
+from graphpar.codegen.sparse_rnn.emit_fast_shared import (
+    arrays_text,
+    held,
+    hold,
+    room_text,
+    states_of,
+    sums_of,
+)
 from graphpar.codegen.sparse_rnn.fast_spec import WHOLE_WORD_COLUMNS, FastSpec
 from graphpar.codegen.sparse_rnn.limits import LINE
-from graphpar.codegen.sparse_rnn.spec import power_of_two
 
 
 def constants(spec: FastSpec) -> dict[str, int]:
@@ -43,7 +56,7 @@ def kernel_text(spec: FastSpec, arguments: Sequence[str], body: Iterable[str]) -
         f"steps; blocks exchange what they computed {SYNC[spec.sync]}.",
         '"""',
         "",
-        IMPORTS,
+        IMPORTS + (INLINE_IMPORT if spec.inline else ""),
         helpers(spec),
         "",
         '@gluon.jit(do_not_specialize=["steps"])',  # one code for all lengths, checked once
@@ -77,25 +90,17 @@ def start_text(spec: FastSpec) -> Iterator[str]:
     yield "words = ()"
     yield "for k in gl.static_range(KR):"
     yield "    words = words + (gl.load(mine + k * THREADS),)"
-    if spec.room_lines:
+    if spec.inline:
+        yield from room_text(spec)
+    elif spec.room_lines:
         yield f"room = gl.allocate_shared_memory(gl.int64, [{spec.room_lines}, {LINE}], LINE)"
     if spec.shared_words:
         yield "for k in gl.static_range(KT - KR):"
-        yield f"    held = {_held(spec, 'k')}"
-        yield "    held.store(gl.load(mine + (KR + k) * THREADS))"
+        yield from hold(spec, "gl.load(mine + (KR + k) * THREADS)")
     if spec.value == "fp32":
         yield from _values_text(spec)
-    if spec.shared_words:
-        yield "gl.barrier()  # or there is one in the loop: words and states are one buffer"
-    kind = f"gl.int{8 * spec.element_bytes}"
-    length = power_of_two(spec.states)
-    if spec.passes == 1:
-        yield f"states_0 = room.index(0)._reinterpret({kind}, [{length}], LINE)"
-    else:  # parts of one buffer would be taken to overlap: a barrier more for each pass
-        for turn in range(spec.passes):
-            yield f"states_{turn} = gl.allocate_shared_memory({kind}, [{length}], LINE)"
-    for a in range(0, spec.batch, 2):
-        yield f"sums_{a} = gl.allocate_shared_memory(gl.int64, [{spec.segments} * THREADS], LINE)"
+    if not spec.inline:
+        yield from arrays_text(spec)
     yield "row = gl.arange(0, R, layout=UNIT)"
     yield "part = gl.arange(0, Q, layout=gl.SliceLayout(0, SLOTS))"
     yield "at = row[:, None] * Q + part[None, :]"
@@ -106,17 +111,6 @@ def start_text(spec: FastSpec) -> Iterator[str]:
     yield "own = unit >= 0"
 
 
-def _held(spec: FastSpec, k: str, *, values: bool = False) -> str:
-    """The words of shared memory behind the states, or the values behind the words. Layouts are
-    of powers of two, so the states' own are longer than they: nothing lies or is read there."""
-    start = (spec.passes == 1) * spec.states_lines
-    if values:
-        start += spec.shared_words * spec.threads // (2 * LINE)
-    kind = "gl.float32" if values else "gl.int32"
-    line = f"room.index({start} + ({k}) * {spec.threads // (2 * LINE)})"
-    return f"{line}._reinterpret({kind}, [THREADS], LINE)"
-
-
 def _values_text(spec: FastSpec) -> Iterator[str]:
     """Values of 32 bits, each beside the word of its column."""
     yield "real_at = value_ptr + block * (KT * THREADS) + thread"
@@ -125,8 +119,7 @@ def _values_text(spec: FastSpec) -> Iterator[str]:
     yield "    values = values + (gl.load(real_at + k * THREADS),)"
     if spec.shared_words:
         yield "for k in gl.static_range(KT - KR):"
-        yield f"    held = {_held(spec, 'k', values=True)}"
-        yield "    held.store(gl.load(real_at + (KR + k) * THREADS))"
+        yield from hold(spec, "gl.load(real_at + (KR + k) * THREADS)", values=True)
 
 
 def clock_text(spec: FastSpec) -> Iterator[str]:
@@ -154,20 +147,26 @@ def product_text(spec: FastSpec) -> Iterator[str]:
     for turn in range(spec.passes):
         for start, size in spec.chunks:
             if spec.sync == "counter":
-                given = f"source + {turn} * N, states_{turn}"
-                yield f"fetch({given}, N, {start}, {size}, WARPS)"
+                yield f"got = fetch(source + {turn} * N, N, {start}, {size}, WARPS)"
+                kind = f"gl.int{8 * spec.element_bytes}"
+                yield states_of(spec, turn).store(f"got.to({kind})", f"{start}", f"{size}")
             else:
-                given = f"source + {turn} * ({spec.payloads} * N), states_{turn}, now, error_ptr"
-                yield f"receive({given}, N, {start}, {size}, WARPS, SPIN)"
+                given = f"source + {turn} * ({spec.payloads} * N), now, error_ptr"
+                yield f"got = receive({given}, N, {start}, {size}, WARPS, SPIN)"
+                yield states_of(spec, turn).store("got", f"{start}", f"{size}")
+    if spec.inline:
+        yield "tl.debug_barrier()"
     for segment in range(spec.segments):
         yield from _gather(spec, segment)
-        part = f".slice({segment} * THREADS, THREADS)" if spec.segments > 1 else ""
         for a in range(0, spec.batch, 2):
             b = min(a + 1, spec.batch - 1)
-            yield f"sums_{a}{part}.store(pair(a_{a}, a_{b}))"
+            first = f"{segment} * THREADS" if spec.segments > 1 else ""
+            yield sums_of(spec, a).store(f"pair(a_{a}, a_{b})", first, "THREADS")
+    if spec.inline:
+        yield "tl.debug_barrier()"
     for a in range(0, spec.batch, 2):
         for gate in range(spec.gates):
-            yield f"both = gl.reshape(sums_{a}.gather(slots_{gate}, 0), [R, Q])"
+            yield f"both = gl.reshape({sums_of(spec, a).gather(f'slots_{gate}')}, [R, Q])"
             lower = "gl.sum(real(both.to(gl.int32)), 1)"
             yield f"y_{gate}_{a} = gl.convert_layout({lower}, UNIT)"
             if a + 1 < spec.batch:
@@ -211,7 +210,7 @@ def _gather(spec: FastSpec, segment: int) -> Iterator[str]:
         yield "    if k < KR:"
         yield "        word = words[k]"
         yield "    else:"
-        yield f"        word = {_held(spec, 'k - KR')}.load(SLOT)"
+        yield f"        word = {held(spec)}"
     else:
         yield "    word = words[k]"
     if spec.value == "fp32":
@@ -223,7 +222,7 @@ def _gather(spec: FastSpec, segment: int) -> Iterator[str]:
     value = "real(word)" if whole else "upper(word)"
     yield f"    value = {value}"
     for turn in range(spec.passes):
-        yield f"    picked = states_{turn}.gather(word & 0xFFFF, 0)"
+        yield f"    picked = {states_of(spec, turn).gather('word & 0xFFFF')}"
         columns = columns_of(spec, turn)
         for half in range(-(-len(columns) // 2)):
             a = columns[2 * half]
@@ -239,11 +238,11 @@ def _fp32_columns(spec: FastSpec) -> Iterator[str]:
         yield "    if k < KR:"
         yield "        value = values[k]"
         yield "    else:"
-        yield f"        value = {_held(spec, 'k - KR', values=True)}.load(SLOT)"
+        yield f"        value = {held(spec, values=True)}"
     else:
         yield "    value = values[k]"
     for turn in range(spec.passes):
-        yield f"    picked = states_{turn}.gather(word, 0)"
+        yield f"    picked = {states_of(spec, turn).gather('word')}"
         for b in columns_of(spec, turn):
             half = "picked" if b % 2 == 0 else "(picked >> 32)"
             yield f"    a_{b} += value * real({half}.to(gl.int32))"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graphpar.codegen.sparse_rnn.emit_common import GIVE_UP
+from graphpar.codegen.sparse_rnn.emit_fast_shared import access_text
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.limits import Value
 
@@ -12,6 +13,7 @@ IMPORTS = """\
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 """
+INLINE_IMPORT = "import triton.language as tl\n"
 
 _SHARED = '''
 @gluon.jit
@@ -154,7 +156,6 @@ def spin(a, b, address, epoch, error_ptr):
 @gluon.jit
 def receive(
     source,
-    states,
     epoch,
     error_ptr,
     N: gl.constexpr,
@@ -163,7 +164,7 @@ def receive(
     WARPS: gl.constexpr,
     SPIN: gl.constexpr,
 ):
-    """Wait for the elements [START, START + SIZE), and put them into shared memory."""
+    """The elements [START, START + SIZE), once all of them have come."""
     WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     unit = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WORDS))
     if SPIN:
@@ -186,7 +187,7 @@ def receive(
             late = gl.max(gl.max(gl.where((both >> 32).to(gl.int32) != epoch, 1, 0), 1), 0)
         a, b = gl.split(both)
         payload = (a & 0xFFFFFFFF) | (b << 32)
-    states.slice(START, SIZE).store(payload)
+    return payload
 '''.replace("GIVE_UP", str(GIVE_UP))
 
 _NARROW = '''
@@ -232,7 +233,6 @@ def spin(word, address, epoch, error_ptr):
 @gluon.jit
 def receive(
     source,
-    states,
     epoch,
     error_ptr,
     N: gl.constexpr,
@@ -241,7 +241,7 @@ def receive(
     WARPS: gl.constexpr,
     SPIN: gl.constexpr,
 ):
-    """Wait for the elements [START, START + SIZE), and put them into shared memory."""
+    """The elements [START, START + SIZE), once all of them have come."""
     WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     unit = gl.arange(0, SIZE, layout=WORDS)
     if SPIN:
@@ -258,7 +258,7 @@ def receive(
             word = gl.load(source + unit, mask=unit < N, other=fine, volatile=True)
             late = gl.max(gl.where((word >> 32).to(gl.int32) != epoch, 1, 0), 0)
         payload = word.to(gl.int32)
-    states.slice(START, SIZE).store(payload)
+    return payload
 '''.replace("GIVE_UP", str(GIVE_UP))
 
 _COUNTER = '''
@@ -332,17 +332,15 @@ def meet(
 @gluon.jit
 def fetch(
     source,
-    states,
     N: gl.constexpr,
     START: gl.constexpr,
     SIZE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Put the elements [START, START + SIZE), which are complete, into shared memory."""
+    """The elements [START, START + SIZE), which are complete."""
     WORDS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     unit = START + gl.arange(0, SIZE, layout=WORDS)
-    word = gl.load(source + unit, mask=unit < N, other=0, cache_modifier=".cg")
-    states.slice(START, SIZE).store(word.to(states.dtype))
+    return gl.load(source + unit, mask=unit < N, other=0, cache_modifier=".cg")
 '''.replace("GIVE_UP", str(GIVE_UP))
 
 PAYLOADS: Mapping[Value, str] = {"bf16": "halves", "fp16": "halves", "fp32": "bits"}
@@ -357,4 +355,7 @@ def helpers(spec: FastSpec) -> str:
     """The functions that the text of a kernel calls."""
     values = {"bf16": _BF16, "fp16": _FP16, "fp32": ""}[spec.value]
     lamport = _TAGGED + (_WIDE if spec.payloads == 2 else _NARROW)
-    return _SHARED + values + (lamport if spec.sync == "lamport" else _COUNTER)
+    found = _SHARED + values + (lamport if spec.sync == "lamport" else _COUNTER)
+    if not spec.inline:
+        return found
+    return found.replace("gl.barrier()", "tl.debug_barrier()") + access_text()

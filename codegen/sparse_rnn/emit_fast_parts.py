@@ -14,6 +14,7 @@ from graphpar.codegen.sparse_rnn.emit_fast import (
     send_text,
     start_text,
 )
+from graphpar.codegen.sparse_rnn.emit_fast_shared import end_text
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 
 FORWARD = (
@@ -64,6 +65,7 @@ def _forward(spec: FastSpec) -> Iterator[str]:
     if spec.cell_name == "lstm":
         for b in range(spec.batch):
             yield f"gl.store(c_out_ptr + {b} * H + unit, c_{b}, mask=own)"
+    yield from end_text(spec)
 
 
 def _forward_step(spec: FastSpec) -> Iterator[str]:
@@ -109,6 +111,7 @@ def _backward(spec: FastSpec) -> Iterator[str]:
         yield f"gl.store(dh_ptr + {b} * H + unit, {dh}, mask=own)"
         if lstm:
             yield f"gl.store(dc_out_ptr + {b} * H + unit, dc_{b}, mask=own)"
+    yield from end_text(spec)
 
 
 def _backward_step(spec: FastSpec) -> Iterator[str]:

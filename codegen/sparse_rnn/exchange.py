@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphpar.codegen.sparse_rnn.emit_fast_shared import MISPLACED
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.limits import Value
-from graphpar.errors import WatchdogError
+from graphpar.errors import KernelError, WatchdogError
 
 TYPES: Mapping[Value, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -82,19 +83,29 @@ class Exchange:
             self._told.copy_(self.error, non_blocking=True)
 
     def told(self) -> None:
-        """Raise :class:`WatchdogError` if an earlier launch has told that a block gave up; does
-        not wait for the device."""
+        """Raise what :meth:`check` raises if an earlier launch has told so; does not wait for the
+        device."""
         if int(self._told):
-            self._fail()
+            self._fail(int(self._told))
 
     def check(self) -> None:
-        """Raise :class:`WatchdogError` if a block gave up; waits for the device."""
-        if int(self.error):
-            self._fail()
+        """Whether a block failed; waits for the device.
 
-    def _fail(self) -> None:
+        Raises:
+            WatchdogError: a block gave up. KernelError: its shared memory lies elsewhere than the
+                text of the kernel takes for granted.
+        """
+        if int(self.error):
+            self._fail(int(self.error))
+
+    def _fail(self, told: int) -> None:
         self._told.zero_()
         self.error.zero_()
+        if told == MISPLACED:
+            raise KernelError(
+                "this version of triton puts shared memory elsewhere than the kernel expects: "
+                "results of this recurrence were NaN since; triton 3.7 or newer does without"
+            )
         raise WatchdogError(
             "a block waited in vain for another one and gave up: results of this recurrence were "
             "NaN since"

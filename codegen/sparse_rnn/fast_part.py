@@ -126,7 +126,7 @@ class FastPart:
             if capturing(device):
                 raise KernelError(
                     f"{self.cell.name}: no launch with {size} batch columns came before this CUDA "
-                    "graph's capture: call the model twice before"
+                    "graph's capture: call it once before, in training with backward"
                 )
             spec = FastSpec(batch=size, save=save, **self._fixed)
             self.exchanges[size, save] = Exchange(spec, device)

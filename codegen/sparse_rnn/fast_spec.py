@@ -40,6 +40,7 @@ class FastSpec(Part):
         value: type of the weights and of what blocks exchange. sync: "lamport", words that carry
             their epoch, or "counter", a barrier of all blocks.
         reverse: from the last step to the first. ``save``: store what backward needs.
+        inline: read and write shared memory by inline PTX: for a Gluon that does not gather.
     """
 
     programs: int
@@ -54,6 +55,7 @@ class FastSpec(Part):
     sync: Literal["lamport", "counter"] = "lamport"
     reverse: bool = False
     save: bool = False
+    inline: bool = False
 
     def __post_init__(self) -> None:
         assert self.rows == power_of_two(self.rows)
@@ -144,8 +146,13 @@ class FastSpec(Part):
     @property
     def room_lines(self) -> int:
         """Lines of shared memory for the states, if of one pass, and then the words."""
+        return (self.passes == 1) * self.states_lines + self.words_lines
+
+    @property
+    def words_lines(self) -> int:
+        """Lines of the words in shared memory."""
         words = self.shared_words * self.threads * (2 if self.value == "fp32" else 1)
-        return (self.passes == 1) * self.states_lines + words // (2 * LINE)
+        return words // (2 * LINE)
 
     @property
     def words(self) -> int:

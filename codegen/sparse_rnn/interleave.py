@@ -19,7 +19,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -224,7 +224,7 @@ def _cause(error: BaseException) -> BaseException:
 def _patched(interpreter: Any, kernel: Any) -> Iterator[Any]:
     """The interpreter's builder, with blocks that take turns; as it was, afterwards."""
     builder = interpreter.interpreter_builder
-    before, patch = type(builder), interpreter._patch_lang
+    before, patch, options = type(builder), interpreter._patch_lang, builder.options
     scopes: dict[int, Any] = {}
 
     def patch_once(function: Any) -> Any:
@@ -235,13 +235,15 @@ def _patched(interpreter: Any, kernel: Any) -> Iterator[Any]:
         return scopes[key]
 
     builder.__class__ = _builder_class(interpreter)
+    # Overflows are computed, a third of the time, and told of in debugging alone.
+    builder.options = replace(options, sanitize_overflow=options.debug)
     interpreter._patch_lang = patch_once
     try:
         patch_once(kernel.fn)
         yield builder
     finally:
         interpreter._patch_lang = patch
-        builder.__class__ = before
+        builder.__class__, builder.options = before, options
         vars(builder).pop("run", None)
         for scope in reversed(scopes.values()):
             scope.restore()

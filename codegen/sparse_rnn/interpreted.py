@@ -10,6 +10,7 @@ from typing import Any
 from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.interleave import Schedule, launch
+from graphpar.codegen.sparse_rnn.launch import for_triton
 
 
 class InterpretedLauncher:
@@ -32,7 +33,7 @@ class InterpretedLauncher:
         if spec not in self._modules:
             from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 
-            self._modules[spec] = load_fast(emit_fast(spec), self._folder)
+            self._modules[spec] = load_fast(emit_fast(for_triton(spec)), self._folder)
         self.launches[spec.part] += 1
         self.specs.add(spec)
         shared = [v for k, v in arguments.items() if k in ("exchange_ptr", "counter_ptr")]

@@ -67,9 +67,10 @@ class Kept:
     fault: GraphparError | None = None
 
     def candidates(self, weight: Tensor) -> list[Entry]:
-        """Those whose weight this is first, then what came after the last one last time."""
+        """Those whose weight this is first, then what came after the last one last time, or, after
+        the last of all, the first."""
         own = [e for e in self.entries if e.owner.has(weight)]
-        guess = None if self.last is None else self.last.following
+        guess = None if self.last is None else self.last.following or self.entries[0]
         rest = [e for e in reversed(self.entries) if e not in own and e is not guess]
         return [*own, *([guess] if guess is not None and guess not in own else []), *rest]
 

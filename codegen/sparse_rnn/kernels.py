@@ -248,7 +248,7 @@ class Kernels:
             if not candidates:
                 raise KernelError(
                     f"no call of {kind.cell} with a weight {list(kind.shape)} came before this "
-                    "CUDA graph's capture: call the model twice before"
+                    "CUDA graph's capture: call it once before, in training with backward"
                 )
             kept.last = candidates[0]
             kept.last.part.load(weight)  # a graph takes values anew at each replay

@@ -20,8 +20,9 @@ from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.errors import GraphparError, KernelError, UnsupportedError
 
 LEAST_CAPABILITY = 8, 0
-LEAST_TRITON = 3, 7
-"""The first version whose Gluon gathers from shared memory."""
+LEAST_TRITON = 3, 6
+GATHERS = 3, 7
+"""The first version whose Gluon gathers from shared memory; before, kernels do so by PTX."""
 
 
 def check_device(
@@ -37,7 +38,7 @@ def check_device(
             f"compute capability {_dotted(capability)}: the kernels need 8.0 or newer"
         )
     if triton < LEAST_TRITON:
-        raise UnsupportedError(f"triton {_dotted(triton)}: the fast kernels need 3.7 or newer")
+        raise UnsupportedError(f"triton {_dotted(triton)}: the fast kernels need 3.6 or newer")
     if programs > multiprocessors:
         raise UnsupportedError(
             f"{programs} blocks cannot run at once on {multiprocessors} multiprocessors: plan for "
@@ -105,6 +106,14 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def for_triton(spec: FastSpec) -> FastSpec:
+    """The kernel of ``spec`` that the installed triton compiles."""
+    try:
+        return replace(spec, inline=triton_version() < GATHERS)
+    except UnsupportedError:  # its text can be read all the same
+        return spec
+
+
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
@@ -148,7 +157,7 @@ class FastLauncher:
             capability=(properties.major, properties.minor),
             triton=triton_version(),
         )
-        kernel = getattr(load(write(emit_fast(spec), self.folder)), spec.part)
+        kernel = getattr(load(write(emit_fast(for_triton(spec)), self.folder)), spec.part)
         compiled = kernel.run(**arguments, **_options(spec), grid=(programs,), warmup=True)
         sizes = {
             "multiprocessors": properties.multi_processor_count,

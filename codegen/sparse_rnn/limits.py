@@ -28,6 +28,7 @@ _MOST_RECEIVED, _FRUGALLY_RECEIVED = 8, 2  # elements of a piece that a thread r
 CELLS = ("lstm", "gru", "rnn")
 WARPS = (8, 16)
 SEGMENTS = (1, 2, 4)
+_FEWER_WITH_FOUR_SLOTS = 16  # what an LSTM of 4096 units needs to train
 PROBED_SLOTS = 64, 8
 """Rows of a block and slots of a row with which words in registers were probed."""
 
@@ -41,18 +42,21 @@ def register_words(
     *,
     frugal: bool = False,
     tiles: int = 0,
+    segments: int = 1,
 ) -> int:
     """The most non-zeros of a thread that stay in registers over the time loop.
 
     Args:
         columns: batch columns of the launch. frugal: see :class:`FastSpec`.
         tiles: slots whose sums a thread reads for a gate; each has a register with its place.
+        segments: slots of a thread; probed with two of them.
     """
     name = cell.partition("_")[0]
     known = REGISTER_WORDS.get((part, value, warps, frugal, name), (0, 0, 0))
     gates = cell_of(cell).gates if part == "forward" else 1
     more = max(0, tiles - PROBED_SLOTS[0] * PROBED_SLOTS[1] // (warps * WARP))
-    return max(0, known[(columns > 2) + (columns > 4)] - gates * more)
+    fewer = gates * more + _FEWER_WITH_FOUR_SLOTS * (segments > 2 and columns > 2)
+    return max(0, known[(columns > 2) + (columns > 4)] - fewer)
 
 
 def element_bytes(value: Value, batch: int) -> int:

@@ -37,76 +37,116 @@ def order(
 
     left = np.ascontiguousarray(by_lane(dealt), dtype=np.int16)
     following = np.ascontiguousarray(by_lane(first), dtype=np.int32)
-    todo = left.sum(axis=1, dtype=np.int16)
+    state = _State(left)
     out = np.full((layout.depth, lanes * groups), PAD, np.int32)
-    row = np.arange(lanes)[:, None] * banks
+    row = np.repeat(np.arange(lanes) * banks * groups, groups)
     for step in range(layout.depth):
-        bank = _match(left, todo, layout.depth - step, step)
+        bank = _match(state, layout.depth - step, step)
         reads = np.flatnonzero(bank >= 0)
-        at = ((row + bank) * groups + np.arange(groups)).reshape(-1)[reads]
+        cells = (bank * groups + np.arange(groups)).reshape(-1)[reads]
+        at = cells + row[reads]
         number = following.reshape(-1)[at]
         out[step, reads] = number
         following.reshape(-1)[at] = number + 1
-        left.reshape(-1)[at] -= 1
-        todo.reshape(-1)[reads] -= 1
+        state.take(reads, cells, at)
     found = out.reshape(layout.depth, lanes, programs, threads // lanes)
     return found.transpose(2, 0, 3, 1).reshape(programs, layout.depth, threads)
 
 
-def _match(left: Counts, todo: Counts, steps: int, turn: int) -> NDArray[np.int64]:
+class _State:
+    """What is not read yet, of [lanes, banks, groups].
+
+    ``left``: non-zeros. ``some``: all bits set where there are any; ``has``: [lanes, groups], a bit
+    for each such bank. ``todo``: [lanes, groups], of all banks; ``total``: [banks, groups], of all
+    lanes.
+    """
+
+    def __init__(self, left: Counts) -> None:
+        self.left = left
+        self.some = -(left > 0).astype(np.int16)
+        bits = np.int64(1) << np.arange(left.shape[1])
+        self.has = np.einsum("lbg,b->lg", left > 0, bits)
+        self.todo = left.sum(axis=1, dtype=np.int16)
+        self.total = left.sum(axis=0, dtype=np.int32)
+        # Of a bank's total and its name one number is made, of 16 bits where they suffice.
+        small = int(self.total.max(initial=0)) < (1 << 15) // left.shape[1] - 1
+        self.key_type = np.int16 if small else np.int32
+        self.some = self.some.astype(self.key_type, copy=False)
+
+    def take(
+        self, reads: NDArray[np.int64], cells: NDArray[np.int64], at: NDArray[np.int64]
+    ) -> None:
+        """Lanes and groups ``reads`` read one of banks and groups ``cells`` each, which is the
+        place ``at``."""
+        rest = self.left.reshape(-1)[at] - 1
+        self.left.reshape(-1)[at] = rest
+        self.todo.reshape(-1)[reads] -= 1
+        self.total -= np.bincount(cells, minlength=self.total.size).reshape(self.total.shape)
+        gone = rest == 0
+        self.some.reshape(-1)[at[gone]] = 0
+        banks = cells[gone] // self.total.shape[1]
+        self.has.reshape(-1)[reads[gone]] ^= np.int64(1) << banks
+
+
+def _match(state: _State, steps: int, turn: int) -> NDArray[np.int64]:
     """The bank that each lane reads now, [lanes, groups]; -1 for none.
 
     Args:
-        left: [lanes, banks, groups], non-zeros not read yet; ``todo``: all banks of them.
         steps: that are left, this one included; ``turn`` rotates who chooses first.
     """
-    lanes, banks, groups = left.shape
-    total = left.sum(axis=0, dtype=np.int32)
-    small = int(total.max(initial=0)) < (1 << 15) // banks - 1
-    names = np.arange(banks, dtype=np.int16 if small else np.int32)[:, None]
-    none = names.min() - 1
-    key = total.astype(names.dtype) * banks + (names + turn % banks) % banks
-    free = np.ones((banks, groups), bool)
-    bank = np.full((lanes, groups), -1, np.int64)
+    lanes, banks, groups = state.left.shape
+    names, every = np.arange(banks)[:, None], np.arange(groups)
+    # The key of a bank that is taken is 0. A row more, for lanes that find none.
+    key = np.zeros((banks + 1, groups), state.key_type)
+    key[:banks] = state.total * banks + (names + turn % banks) % banks
+    bank = np.empty((lanes, groups), np.int64)
+    keys = np.empty((banks, groups), state.key_type)
     for place in range(lanes):
         lane = (place + turn) % lanes
-        best = np.where((left[lane] > 0) & free, key, none).max(axis=0)
-        found = np.where(best >= 0, (best - turn % banks) % banks, none)
-        free &= names != found
+        np.bitwise_and(key[:banks], state.some[lane], out=keys)
+        best = keys.max(axis=0)
+        found = np.where(best > 0, (best.astype(np.int64) - turn) % banks, banks)
+        key[found, every] = 0
         bank[lane] = found
-    behind = (bank < 0) & (todo >= steps) & (todo > 0)
+    bank[bank == banks] = -1
+    behind = (bank < 0) & (state.todo >= steps) & (state.todo > 0)
+    free = _bits(key[:banks] > 0)
     for lane in np.flatnonzero(behind.any(axis=1)):
-        _take_over(left, free, bank, int(lane), np.flatnonzero(behind[lane]), total)
+        _take_over(state, free, bank, int(lane), np.flatnonzero(behind[lane]))
     return bank
 
 
+def _bits(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """A bit for each of [banks, groups]."""
+    found: NDArray[np.int64] = np.einsum("bg,b->g", flags, np.int64(1) << np.arange(len(flags)))
+    return found
+
+
 def _take_over(
-    left: Counts,
-    free: NDArray[np.bool_],
+    state: _State,
+    free: NDArray[np.int64],
     bank: NDArray[np.int64],
     lane: int,
     groups: NDArray[np.int64],
-    total: NDArray[np.int32],
 ) -> None:
-    """Give ``lane`` a bank in each of ``groups``, where it found none."""
-    lanes, banks, _ = left.shape
-    here = np.arange(len(groups))
-    wanted = left[lane][:, groups] > 0  # banks, groups
-    owner = np.full((banks, len(groups)), lane)
-    for other in range(lanes):
-        held = bank[other, groups]
-        has = held >= 0
-        owner[held[has], here[has]] = other
-    # where the owner of each bank may go: banks, other banks, groups
-    moves = (left[owner[:, None], np.arange(banks)[:, None], groups] > 0) & free[:, groups]
-    can = wanted & moves.any(axis=1)
-    choice = np.where(can, total[:, groups] + 1, 0).argmax(axis=0)
-    moved = can[choice, here]
-    g, b = groups[moved], choice[moved]
-    goal = moves[b, :, here[moved]].argmax(axis=1)
-    bank[owner[b, here[moved]], g] = goal
-    free[goal, g] = False
+    """Give ``lane`` a bank in each of ``groups``, where it found none; ``free``: bits of banks."""
+    lanes, banks, _ = state.left.shape
+    here, names = np.arange(len(groups)), np.arange(banks)[:, None]
+    wanted = (state.has[lane, groups] >> names & 1) > 0  # banks, groups
+    held = bank[:, groups]
+    owner = np.full((banks + 1, len(groups)), lane)
+    owner[held, here] = np.arange(lanes)[:, None]  # of none, -1, the row more
+    # where the owner of each bank may go
+    moves = state.has[owner[:banks], groups] & free[groups]
+    total = state.total[:, groups]
+    choice = np.where(wanted & (moves != 0), total + 1, 0).argmax(axis=0)
+    goals = np.where(wanted, moves, 0)[choice, here]
+    moved = goals != 0
+    g, b, goals = groups[moved], choice[moved], goals[moved]
+    lowest = goals & -goals
+    bank[owner[b, here[moved]], g] = np.log2(lowest).astype(np.int64)
+    free[g] ^= lowest
     bank[lane, g] = b
     rest = ~moved
-    double = np.where(wanted, total[:, groups], -1).argmax(axis=0)
+    double = np.where(wanted, total, -1).argmax(axis=0)
     bank[lane, groups[rest]] = double[rest]

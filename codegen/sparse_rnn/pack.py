@@ -136,9 +136,9 @@ def pack(
         numbers, places = _in_order(layout, nonzeros, gates), np.flatnonzero(mask)
     else:
         width = banks.shape[2]
-        row, rest = np.divmod(places, lanes * width)
-        bank, column = np.divmod(rest, width)
-        places = row * columns + column * lanes + bank
+        column = (np.arange(width) * lanes + np.arange(lanes)[:, None]).reshape(-1)
+        row = np.repeat(np.arange(len(banks)), row_banks.sum(axis=1))
+        places = row * columns + column[places - row * len(column)]
     return _assemble(matrix, layout, numbers, places, gates, value_type, lanes)
 
 

@@ -61,7 +61,8 @@ def _nonzeros(x: Tensor) -> int:
 
 def _csr(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        for message in ("Sparse CSR tensor support is in beta", "Sparse invariant checks are impl"):
+            warnings.filterwarnings("ignore", message=message)
         return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
 
 

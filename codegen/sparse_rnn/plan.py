@@ -216,7 +216,7 @@ def _planned(fixed: _Fixed, shape: Shape, depth: int, slots: int) -> Plan | tupl
     rows = power_of_two(fixed.units)
     most = register_words(
         fixed.cell, fixed.part, value, shape.warps, launch,
-        frugal=shape.frugal, tiles=rows * slots // threads,
+        frugal=shape.frugal, tiles=rows * slots // threads, segments=shape.segments,
     )  # fmt: skip
     if not most:
         return 0.0, f"{shape.warps} warps have no registers for words with {launch} columns"

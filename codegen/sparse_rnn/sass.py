@@ -22,10 +22,12 @@ class Code:
     def time_loop(self) -> tuple[int, int]:
         """The loop over timesteps: the largest with a barrier, if there is one.
 
-        A jump from code that the compiler moved to the end looks like a loop that is larger.
+        A jump back from code that the compiler moved behind the kernel's end is none.
         """
         with_barrier = (
-            loop for loop in self.loops if any("BAR.SYNC" in i for i in self.inside(loop))
+            loop
+            for loop in self.loops
+            if any("BAR.SYNC" in i for i in self.inside(loop)) and "EXIT" not in self.inside(loop)
         )
         return next(with_barrier, self.loops[0])
 

@@ -21,6 +21,7 @@ from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.exchange import TYPES
 from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
+from graphpar.codegen.sparse_rnn.launch import for_triton
 from graphpar.codegen.sparse_rnn.plan import Plan
 from graphpar.codegen.sparse_rnn.static_checks import check
 from graphpar.errors import CapacityError, InputError
@@ -130,7 +131,7 @@ def text_of(each: Recurrence, options: argparse.Namespace, terminal: Terminal) -
         device=device_of(options.arch),
         value=options.type,
     )
-    spec = replace(FastSpec.of(plan, reverse=each.reverse), sync=options.sync)
+    spec = for_triton(replace(FastSpec.of(plan, reverse=each.reverse), sync=options.sync))
     if options.emit == "plan":
         return describe(plan, spec)
     source = emit_fast(spec)
@@ -149,11 +150,15 @@ def describe(plan: Plan, spec: FastSpec) -> str:
     held = f"{plan.register_words} in registers, {plan.shared_words} in shared memory"
     return (
         f"{plan.device.name}: {plan.programs} blocks of {plan.warps} warps; {spec.part}, "
-        f"{spec.value}, {SYNC[spec.sync]}\n"
+        f"{spec.value}, {SYNC[spec.sync]}{_inline(spec)}\n"
         f"{plan.words} non-zeros per thread, {held} ({plan.shared_bytes:,} bytes per block)\n"
         f"modelled: {plan.step_us:.2f} us a step ({parts}), {plan.speedup:.1f} times as fast as "
         f"reading the dense matrix ({plan.dense_us:.2f} us)\n"
     )
+
+
+def _inline(spec: FastSpec) -> str:
+    return "; shared memory by inline PTX, for triton 3.6" if spec.inline else ""
 
 
 def findings(spec: FastSpec, compiled: Compiled) -> str:

@@ -51,6 +51,7 @@ class Layers:
         """What becomes of each layer and direction, by name, in order."""
         chosen = {}
         spec = tensor_spec(self.x)
+        trains = any(tensor_spec(n).differentiable for n in self.node.all_input_nodes)
         for place in range(self.layers * self.directions):
             layer, direction = divmod(place, self.directions)
             name = f"layer {layer}" + (" reverse" if direction else "")
@@ -69,6 +70,7 @@ class Layers:
                 device=spec.device,
                 mode=mode,
                 model=model,
+                trains=trains,
             )
         return chosen
 

@@ -53,6 +53,7 @@ def roll(
             device=spec.device,
             mode=mode,
             model=model,
+            trains=spec.differentiable,
         )
         if decision.lowered:
             rolled.run(weight)

@@ -77,7 +77,7 @@ def test_no_and_all_weights(density: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("sync", ["lamport", "counter"])
 @pytest.mark.parametrize("cell", sorted(CELLS))
 def test_many_schedules(cell: str, sync: str, seed: int, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import runpy
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -22,6 +22,8 @@ from graphpar.codegen.sparse_rnn.devices import DEVICES
 from graphpar.codegen.sparse_rnn.fast import plan_of
 from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.launch import FastLauncher, described
+from graphpar.codegen.sparse_rnn.plan import Plan
+from graphpar.codegen.sparse_rnn.spec import PartName
 from graphpar.errors import CapacityError, UnsupportedError
 from graphpar.testing import rewrite
 
@@ -110,6 +112,28 @@ def test_a_gpu_decides_by_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decided(monkeypatch, sparse(64, 0.9)).reason.startswith("not faster: modelled ")
 
 
+def test_a_gpu_decides_by_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide_module, "RUN_ON_GPUS", True)
+    weight = sparse(1536, 0.05)
+    both, forward = (decided(monkeypatch, weight, trains=trains) for trains in (True, False))
+    assert both.lowered
+    assert " us a step and back, dense " in both.reason
+    assert " us a step, dense " in forward.reason
+    assert both.speedup != forward.speedup
+
+    def refuse(weight: Tensor, cell: str, part: PartName, **options: Any) -> Plan:
+        if part == "backward":
+            raise CapacityError("does not fit on H200: too wide")
+        return plan_of(weight, cell, part, **options)
+
+    monkeypatch.setattr(decide_gpu, "plan_of", refuse)
+    assert decided(monkeypatch, weight, trains=False) == forward
+    assert decided(monkeypatch, weight).reason == "its backward does not fit on H200: too wide"
+    asked = decided(monkeypatch, weight, True)
+    assert asked.lowered
+    assert "; backward is the library's: it does not fit on H200: too wide" in asked.reason
+
+
 def test_what_a_gpu_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = sparse(1280, 0.9), sparse(64, 0.1)
     found = decided(monkeypatch, large, multiprocessors=16)
@@ -151,13 +175,14 @@ def test_an_op_that_was_asked_for_raises_on_a_gpu() -> None:
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_sparse_rnn.py"
 
 
-def test_the_benchmark_says_that_there_is_no_gpu() -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "no GPU here: nothing to measure"
+def test_the_benchmark_says_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARK)])
+    monkeypatch.syspath_prepend(BENCHMARK.parent)
+    runpy.run_path(str(BENCHMARK), run_name="__main__")
+    assert capsys.readouterr().out.strip() == "no GPU here: nothing to measure"
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from graphpar.codegen.sparse_rnn.recurrence import sparse_rnn
 from tests.unit.sparse_op import (
     HIDDEN,
     LIMITS,
+    RELATIVE,
     by_products,
     cell_run,
     library,
@@ -61,6 +62,7 @@ def compare(name: str, hidden: int, batch: int, steps: int, dtype: torch.dtype, 
         assert found.dtype == dtype
         limit = LIMITS[dtype] * max(1.0, float(wanted.abs().max()))
         torch.testing.assert_close(found.double(), wanted, atol=limit, rtol=0)
+        assert (found - wanted).norm() < RELATIVE[dtype] * wanted.norm()
 
 
 @pytest.mark.parametrize("name", sorted(CELLS))
@@ -69,10 +71,10 @@ def compare(name: str, hidden: int, batch: int, steps: int, dtype: torch.dtype, 
     [
         (33, 3, 2, torch.float32, False),
         (64, 1, 5, torch.bfloat16, False),
-        (33, 5, 1, torch.float16, False),
-        (33, 9, 2, torch.bfloat16, True),
+        (33, 9, 1, torch.bfloat16, False),
+        (33, 2, 2, torch.float16, True),
     ],
-    ids=["fp32", "one column", "one step", "slices, both directions"],
+    ids=["fp32", "one column", "slices, one step", "both directions"],
 )
 def test_equals_the_module(
     name: str,

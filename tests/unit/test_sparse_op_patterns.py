@@ -226,7 +226,7 @@ def test_what_a_captured_call_may_do(
             monkeypatch.setattr(module, "capturing", lambda device: yes)
 
     capture(True)
-    with pytest.raises(KernelError, match=r"no call of rnn_tanh .* call the model twice before"):
+    with pytest.raises(KernelError, match=r"no call of rnn_tanh .* call it once before"):
         cell_run(weight, batch=3)
     capture(False)
     cell_run(weight, batch=3)
@@ -247,12 +247,13 @@ def test_what_a_captured_call_may_do(
     assert len(kernels) == 1
 
 
+@pytest.mark.parametrize("calls", [1, 2])
 def test_masked_weights_of_several_layers_are_captured(
-    interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
+    calls: int, interpreted: tuple[Kernels, InterpretedLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are new tensors: which pattern is whose is known from the calls before."""
     weights = [matrix(seed) for seed in range(3)]
-    for _ in range(2):
+    for _ in range(calls):
         for weight in weights:
             cell_run(weight * 1)
     for module in (kernels_module, fast_part, exchange_module):

@@ -23,6 +23,7 @@ from graphpar.codegen.sparse_rnn.launch import (
     FastLauncher,
     check_device,
     check_resident,
+    for_triton,
     triton_version,
 )
 from graphpar.codegen.sparse_rnn.limits import Value, element_bytes, register_words
@@ -167,18 +168,33 @@ def test_a_plan_knows_the_shared_memory(tmp_path: Path) -> None:
         held_bytes.append(own_bytes(320, shape.columns, found.block_slots, value) + held)
     specs.append(replace(specs[0], sync="counter"))
     held_bytes.append(held_bytes[0])
+    specs = [for_triton(spec) for spec in specs]
     orders = [fast_order(s, write(emit_fast(s), tmp_path), arch="sm_90") for s in specs]
     compiled = compile_all(orders)
     for spec, each, nbytes in zip(specs, compiled, held_bytes, strict=True):
-        assert each.shared_bytes == nbytes
+        assert each.shared_bytes <= nbytes if spec.inline else each.shared_bytes == nbytes
         assert not check(spec, each).faults
-    *_, states, sums = re.findall(r".*BAR\.SYNC.*\n", compiled[0].sass)
+    end = -1 if specs[0].inline else None  # by PTX there is one behind the loop
+    states, sums = re.findall(r".*BAR\.SYNC.*\n", compiled[0].sass)[:end][-2:]
     for barrier in (states, sums):
         without = replace(compiled[0], sass=compiled[0].sass.replace(barrier, ""))
         assert check(specs[0], without).faults == ("1 barriers a step",)
-    *_, states, _, _ = re.findall(r".*BAR\.SYNC.*\n", compiled[3].sass)
+    states, _, _ = re.findall(r".*BAR\.SYNC.*\n", compiled[3].sass)[:end][-3:]
     without = replace(compiled[3], sass=compiled[3].sass.replace(states, ""))
     assert any("states are read before" in fault for fault in check(specs[3], without).faults)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("cell", "hidden", "density"), [("lstm", 2304, 0.3), ("gru", 4608, 0.1)])
+def test_four_slots_of_a_thread_do_not_spill(
+    cell: str, hidden: int, density: float, tmp_path: Path
+) -> None:
+    """In training, which stores most; the table of registers is probed with two slots."""
+    found = plan(cell, hidden, density, arch="sm_80")
+    spec = for_triton(FastSpec.of(found, save=True))
+    assert (spec.segments, spec.batch) == (4, 4)
+    (compiled,) = compile_all([fast_order(spec, write(emit_fast(spec), tmp_path), arch="sm_80")])
+    assert not check(spec, compiled).faults
 
 
 @pytest.mark.parametrize(
@@ -217,7 +233,7 @@ def test_a_device_that_fits() -> None:
     ("change", "message"),
     [
         ({"capability": (7, 5)}, "compute capability 7.5: the kernels need 8.0"),
-        ({"triton": (3, 6)}, "triton 3.6: the fast kernels need 3.7"),
+        ({"triton": (3, 5)}, "triton 3.5: the fast kernels need 3.6"),
         ({"multiprocessors": 108}, "132 blocks cannot run at once on 108 multiprocessors"),
     ],
 )
