@@ -4,11 +4,13 @@
 the step of a small model. Here one node takes all parameters that an op reads, and wraps each
 gradient as a DTensor at once. Like any gradient, one that others hold too is copied first (from
 ``to_local`` the gradients of ``a + b`` for two parameters share memory, so that clipping scales
-them twice).
+them twice). An op with a node of its own needs no other: it reads parameters by :func:`held` and
+gives their gradients by :func:`of_parameters`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,36 @@ def local_all(*values: Tensor) -> list[Tensor]:
     return [found.get(id(v), part) for v, part in zip(values, untrained, strict=True)]
 
 
+def held(value: Tensor) -> Tensor:
+    """What this rank holds of a parameter, apart from autograd."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def parameters_of(operands: Sequence[Any]) -> list[DTensor | None]:
+    """The parameters among the operands, in their places: what a node may keep of them."""
+    return [x if isinstance(x, DTensor) else None for x in operands]
+
+
+def seen(parts: Sequence[Any], parameters: Sequence[DTensor | None]) -> list[Any]:
+    """What a node saved of its operands, as autograd sees it."""
+    return [
+        part if part is None or parameter is None else local(parameter)
+        for part, parameter in zip(parts, parameters, strict=True)
+    ]
+
+
+def of_parameters(
+    grads: Sequence[Tensor | None], parameters: Sequence[DTensor | None]
+) -> list[Tensor | None]:
+    """Gradients of what the rank holds, which nothing else holds, as those of the parameters."""
+    return [
+        grad
+        if grad is None or parameter is None
+        else _as_dtensor(grad, parameter._spec, parameter._local_tensor.stride())
+        for grad, parameter in zip(grads, parameters, strict=True)
+    ]
+
+
 class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
@@ -58,17 +90,16 @@ class _Local(torch.autograd.Function):
         for place, grad in enumerate(grads):
             if grad is not None:
                 shared = any(grad is other for other in grads[:place])
-                grad = _as_dtensor(grad, ctx.specs[place], ctx.strides[place], shared)
+                if (shared or grad._use_count() > 1) and not torch.is_grad_enabled():  # type: ignore[attr-defined]
+                    grad = grad.clone()
+                grad = _as_dtensor(grad, ctx.specs[place], ctx.strides[place])
             made.append(grad)
         return tuple(made)
 
 
-def _as_dtensor(grad: Tensor, spec: Any, strides: tuple[int, ...], shared: bool) -> Tensor:
+def _as_dtensor(grad: Tensor, spec: Any, strides: tuple[int, ...]) -> Tensor:
     """A gradient laid out over the ranks as the parameter is."""
-    differentiable = torch.is_grad_enabled()
-    if not differentiable and (shared or grad._use_count() > 1):  # type: ignore[attr-defined]
-        grad = grad.clone()
-    if not differentiable and grad.stride() == strides:
+    if grad.stride() == strides and not torch.is_grad_enabled():
         made: Tensor = _new_dtensor(DTensor, grad, spec, requires_grad=False)
         return made
     _, stride = compute_global_tensor_info(grad, spec.mesh, spec.placements)

@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from graphpar.axes import format_dim
+from graphpar.native import native_name
+from graphpar.ops.library import READ_PARAMETERS
 from graphpar.program import (
     MESH_DIM,
     Program,
@@ -59,8 +61,8 @@ def format_python(program: Program, *, rank: int | None = None) -> str:
     ``self`` is a module that has the program's state under its names; a block's ``self`` is the
     called submodule. The program's constants and ``tp``, the name of a process group, are globals
     that the caller gives. ``rank``: the form that runs on that rank, with its sizes, which takes
-    its part of parameters with ``local``, drops values after their last use and calls submodules,
-    so that their hooks run.
+    its part of parameters with ``local``, drops values after their last use, calls torch's own
+    functions where it has them (:mod:`graphpar.native`), and submodules, so that their hooks run.
     """
     parts = [HEADER]
     constants = [name for name, s in program.state.items() if s.kind == "constant"]
@@ -163,15 +165,19 @@ def _calls(program: Program, block: str) -> str:
 
 
 def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
+    whole = reads_parameters(node)
+
     def show(value: Any) -> str:
-        if rank is not None and _is_state_alone(value):
+        if rank is not None and not whole and _is_state_alone(value):
             return f"local_all({', '.join(map(attribute_of, value))})"
         return expression(of_rank(value, rank) if rank is not None else value, named)
 
-    def named(node: fx.Node) -> str:
-        if node.op == "get_attr":
-            return _state(node, rank, program.ranks)
-        return _local(program, node.name)
+    def named(value: fx.Node) -> str:
+        if value.op != "get_attr":
+            return _local(program, value.name)
+        if whole and value is not node.args[0] and not _is_padded(value):
+            return attribute_of(value)
+        return _state(value, rank, program.ranks)
 
     if node.op in ("placeholder", "get_attr"):
         return None
@@ -194,6 +200,8 @@ def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
         shown = [*shown[:place], MESH_DIM, *after]
     shown += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
     target = target_name(node.target)
+    if rank is not None:
+        target = native_name(node.target) or target  # type: ignore[arg-type]
     if info(node).held:
         return f"{name} = hold({', '.join([repr(info(node).held), target, *shown])})"
     if info(node).region is not None and not info(node).replay:
@@ -204,11 +212,15 @@ def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
 def target_name(target: Any) -> str:
     assert isinstance(target, torch._ops.OpOverload)
     space = {"aten": "aten", "graphpar": "ops"}.get(target.namespace)
-    name = target._schema.name.split("::")[1]
+    name = _bare_name(target)
     if space == "ops":
         return f"ops.{name}"
     prefix = space or f"torch.ops.{target.namespace}"
     return f"{prefix}.{name}.{target._overloadname}"
+
+
+def _bare_name(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.split("::")[1]
 
 
 def expression(value: Any, named: Callable[[fx.Node], str]) -> str:
@@ -230,9 +242,21 @@ def _state(node: fx.Node, rank: int | None, ranks: int) -> str:
     attribute, kind = attribute_of(node), info(node).type
     if rank is None or is_constant(str(node.target)):
         return attribute
-    if isinstance(kind, Shard) and kind.units:
+    if isinstance(kind, Shard) and _is_padded(node):
         return f"local({attribute}, {kind.dim}, {local_size(kind, rank, ranks)})"
     return f"local({attribute})"
+
+
+def reads_parameters(node: fx.Node) -> bool:
+    """Whether an op takes parameters as they are."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not is_graphpar(target):
+        return False
+    return _bare_name(target) in READ_PARAMETERS
+
+
+def _is_padded(state: fx.Node) -> bool:
+    return bool(getattr(info(state).type, "units", 0))
 
 
 def _is_state_alone(value: Any) -> bool:
@@ -243,7 +267,7 @@ def _is_state_alone(value: Any) -> bool:
         isinstance(v, fx.Node)
         and v.op == "get_attr"
         and not is_constant(str(v.target))
-        and not getattr(info(v).type, "units", 0)
+        and not _is_padded(v)
         for v in value
     )
 

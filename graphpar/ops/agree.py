@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from graphpar.errors import RankMismatchError
-from graphpar.ops.kernels import process_group
+from graphpar.ops.collectives import process_group
 
 
 def check_agreement(digest: str, group: str, what: str, detail: str = "") -> None:

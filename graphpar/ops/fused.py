@@ -11,13 +11,14 @@ autograd keeps, and in when collectives run:
   computed.
 - Parameters converted together: one all-reduce for all of their gradients.
 
-Where derivatives of gradients are asked for, backward is made of the typed conversions instead.
+Operands may be parameters as they are, DTensors: an op reads what the rank holds, and its node
+gives their gradients. Where derivatives of gradients are asked for, backward is made of the typed
+conversions instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any
 
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from graphpar.ops.kernels import Finish, all_reduced, start
+from graphpar.local import held, of_parameters, parameters_of, seen
+from graphpar.ops.collectives import Finish
+from graphpar.ops.kernels import all_reduced, starter
 from graphpar.ops.table import conversion, gradient
 from graphpar.types import I, P, R, Shard, Type
 
@@ -35,33 +38,41 @@ _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 Call = tuple[torch._ops.OpOverload, tuple[Any, ...]]
 
 
-@dataclass(frozen=True, slots=True)
 class _Conversion:
     """A conversion that can be started, and so can that of its gradient."""
 
-    forward: Call
-    backward: Call
+    def __init__(self, source: Type, target: Type, group: str) -> None:
+        self.forward: Call = conversion(source, target, group)
+        self.backward: Call = gradient(*self.forward)
+        self._starters = [starter(_name(op), args) for op, args in (self.forward, self.backward)]
 
     def start(self, x: Tensor) -> Finish:
-        return _start(*self.forward, x)
+        return self._start(0, self.forward, x)
 
     def start_gradient(self, grad: Tensor) -> Finish:
-        return _start(*self.backward, grad)
+        return self._start(1, self.backward, grad)
+
+    def _start(self, way: int, call: Call, x: Tensor) -> Finish:
+        if torch.is_grad_enabled():  # a gradient that has derivatives itself
+            return partial(call[0], x, *call[1])
+        return self._starters[way](x)
 
 
 @lru_cache(maxsize=4096)
-def _conversion(source: Type, target: Type, group: str) -> _Conversion:
-    call = conversion(source, target, group)
-    return _Conversion(call, gradient(*call))
+def _gathering(dim: int, blocks: tuple[int, ...], units: int, group: str) -> _Conversion:
+    return _Conversion(Shard(dim, blocks, units), R, group)
 
 
-def _start(op: torch._ops.OpOverload, args: tuple[Any, ...], x: Tensor) -> Finish:
-    if torch.is_grad_enabled():  # a gradient that has derivatives itself
-        return partial(op, x, *args)
-    return start(_name(op), x, *args)
+@lru_cache(maxsize=4096)
+def _scattering(dim: int, blocks: tuple[int, ...], units: int, group: str) -> _Conversion:
+    return _Conversion(P, Shard(dim, blocks, units), group)
 
 
 @lru_cache
+def _converting(group: str) -> _Conversion:
+    return _Conversion(I, R, group)
+
+
 def _name(op: torch._ops.OpOverload) -> str:
     return op._schema.name.removeprefix("graphpar::")
 
@@ -91,14 +102,13 @@ def gather_linear(
     units: int = 0,
     keep: bool = False,
 ) -> list[Tensor]:
-    source = Shard(dim, tuple(blocks), units)
-    return _linears(_conversion(source, R, group), keep, x, weights, biases)
+    return _linears(_gathering(dim, tuple(blocks), units, group), keep, x, weights, biases)
 
 
 def convert_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: str
 ) -> list[Tensor]:
-    return _linears(_conversion(I, R, group), False, x, weights, biases)
+    return _linears(_converting(group), False, x, weights, biases)
 
 
 def _linears(
@@ -108,47 +118,52 @@ def _linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    biases = list(biases) or [None] * len(weights)
     if _needs_gradient(x, *weights, *biases):
-        return list(_Linears.apply(step, keep, x, *weights, *biases))  # type: ignore[no-untyped-call]
+        count = len(weights)
+        return list(_Linears.apply(step, keep, count, x, *weights, *biases))  # type: ignore[no-untyped-call]
     with _below_autograd():
-        return _products(step.start(x)(), weights, biases)
+        return _products(step.start(x)(), _held(weights), _held(biases) or [None] * len(weights))
 
 
 def _needs_gradient(*operands: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
+def _held(operands: Sequence[Any]) -> list[Any]:
+    return [held(x) for x in operands]
+
+
 def _products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    return [_linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``aten.linear`` by the ops that compute: below autograd it is one op, which has no cost."""
-    rows = _rows(x)
-    product = rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    return product.view(*x.shape[:-1], weight.size(0))
+    rows, shape = _rows(x), x.shape[:-1]
+    products = [
+        rows.mm(w.t()) if b is None else torch.addmm(b, rows, w.t())
+        for w, b in zip(weights, biases, strict=True)
+    ]
+    return [y.view(*shape, y.size(1)) for y in products]
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, step: _Conversion, keep: bool, x: Tensor, *operands: Any
+        ctx: Any, step: _Conversion, keep: bool, count: int, x: Tensor, *operands: Any
     ) -> tuple[Tensor, ...]:
-        count = len(operands) // 2
-        weights, biases = operands[:count], operands[count:]
+        ctx.parameters = parameters_of(operands)
+        local = _held(operands)
+        weights, biases = local[:count], local[count:]
         with _below_autograd():
             whole = step.start(x)()
-            results = _products(whole, weights, biases)
+            results = _products(whole, weights, biases or [None] * count)
         ctx.step, ctx.layouts = step, [_is_transposed(w) for w in weights]
         ctx.set_materialize_grads(False)
-        of_x, *rest = ctx.needs_input_grad[2:]
-        of_weights, of_biases = rest[:count], rest[count:]
+        of_x, *rest = ctx.needs_input_grad[3:]
+        of_weights, of_biases = rest[:count], rest[count:] or [False] * count
+        trains = any(of_weights)
         ctx.save_for_backward(
-            x if any(of_weights) else None,
-            whole if any(of_weights) and keep else None,
+            x if trains else None,
+            whole if trains and keep else None,
             *(w if of_x else None for w in weights),
         )
         if not of_x:
@@ -162,16 +177,18 @@ class _Linears(torch.autograd.Function):
         ctx: Any, saved: Sequence[Any], *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, kept, *weights = saved
-        of_x, *rest = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+            weights = seen(weights, ctx.parameters[: len(weights)])
+        of_x, *rest = ctx.needs_input_grad[3:]
         of_weights, of_biases = rest[: len(grads)], rest[len(grads) :]
         again: Finish | None = None
         if any(of_weights):
             reuse = kept is not None and not torch.is_grad_enabled()
             again = (lambda: kept) if reuse else ctx.step.start(_later(ctx.step, x, grads))
+        rows = [None if g is None else _rows(g) for g in grads]
         pending: Finish | None = None
         if of_x:
-            pending = ctx.step.start_gradient(_of_input(grads, weights))
-        rows = [None if g is None else _rows(g) for g in grads]
+            pending = ctx.step.start_gradient(_of_input(grads, rows, weights))
         whole = None if again is None else _rows(again())
         of_each: list[Tensor | None] = [
             _of_weight(g, whole, transposed) if wanted and g is not None else None
@@ -179,9 +196,10 @@ class _Linears(torch.autograd.Function):
         ]
         of_each += [
             g.sum(0) if wanted and g is not None else None
-            for g, wanted in zip(rows, of_biases, strict=True)
+            for g, wanted in zip(rows, of_biases, strict=bool(of_biases))
         ]
-        return None, None, None if pending is None else pending(), *of_each
+        of_each = of_parameters(of_each, ctx.parameters)
+        return None, None, None, None if pending is None else pending(), *of_each
 
 
 def _later(step: _Conversion, x: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
@@ -203,21 +221,23 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.size(-1))
 
 
-def _of_input(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
-    """The gradient of the products' common operand."""
+def _of_input(
+    grads: Sequence[Tensor | None], rows: Sequence[Tensor | None], weights: Sequence[Tensor]
+) -> Tensor:
+    """The gradient of the products' common operand; ``rows`` are those of ``grads``."""
     total: Tensor | None = None
-    shape: Sequence[int] = ()
-    for grad, weight in zip(grads, weights, strict=True):
-        if grad is not None:
-            shape, rows = grad.shape[:-1], _rows(grad)
-            if total is None:
-                total = rows.mm(weight)
-            elif torch.is_grad_enabled():
-                total = torch.addmm(total, rows, weight)
-            else:
-                total.addmm_(rows, weight)
+    for each, weight in zip(rows, weights, strict=True):
+        if each is None:
+            continue
+        if total is None:
+            total = each.mm(weight)
+        elif torch.is_grad_enabled():
+            total = torch.addmm(total, each, weight)
+        else:
+            total.addmm_(each, weight)
     assert total is not None  # autograd calls no backward without a gradient
-    return total.reshape(*shape, total.size(-1))
+    shape = next(grad.shape for grad in grads if grad is not None)
+    return total.reshape(*shape[:-1], total.size(-1))
 
 
 def _is_transposed(weight: Tensor) -> bool:
@@ -242,15 +262,15 @@ def linear_scatter(
     group: str,
     units: int = 0,
 ) -> Tensor:
-    step = _conversion(P, Shard(dim, tuple(blocks), units), group)
+    step = _scattering(dim, tuple(blocks), units, group)
     if _needs_gradient(x, weight, bias):
         return _LinearScatter.apply(step, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
     with _below_autograd():
-        return _scattered(step, x, weight, bias)
+        return _scattered(step, x, *_held([weight, bias]))
 
 
 def _scattered(step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    part = step.start(_linear(x, weight, None))()
+    part = step.start(_products(x, [weight], [None])[0])()
     return part if bias is None else part.add_(bias)
 
 
@@ -259,6 +279,8 @@ class _LinearScatter(torch.autograd.Function):
     def forward(
         ctx: Any, step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
+        ctx.parameters = parameters_of([weight, bias])
+        weight, bias = _held([weight, bias])
         with _below_autograd():
             part = _scattered(step, x, weight, bias)
         ctx.step, ctx.transposed = step, _is_transposed(weight)
@@ -270,17 +292,20 @@ class _LinearScatter(torch.autograd.Function):
     @_plainly
     def backward(ctx: Any, saved: Sequence[Any], *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved
+        if torch.is_grad_enabled():
+            (weight,) = seen([weight], ctx.parameters[:1])
         _, of_x, of_weight, of_bias = ctx.needs_input_grad
         pending = ctx.step.start_gradient(grads[0]) if of_x or of_weight else None
         bias = _rows(grads[0]).sum(0) if of_bias else None
         if pending is None:
-            return None, None, None, bias
+            return None, None, None, *of_parameters([bias], ctx.parameters[1:])
         whole = pending()
+        rows = _rows(whole)
+        weight_grad = _of_weight(rows, _rows(x), ctx.transposed) if of_weight else None
         return (
             None,
-            _of_input([whole], [weight]) if of_x else None,
-            _of_weight(_rows(whole), _rows(x), ctx.transposed) if of_weight else None,
-            bias,
+            _of_input([whole], [rows], [weight]) if of_x else None,
+            *of_parameters([weight_grad, bias], ctx.parameters),
         )
 
 
@@ -290,17 +315,17 @@ class _LinearScatter(torch.autograd.Function):
 def convert_many(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     trained = [x for x in xs if x.requires_grad and torch.is_grad_enabled()]
     if not trained:
-        return [x.view_as(x) for x in xs]
+        return [x.view_as(x) for x in _held(xs)]
     converted: Iterator[Tensor] = iter(_ConvertMany.apply(group, *trained))  # type: ignore[no-untyped-call]
-    return [next(converted) if x.requires_grad else x.view_as(x) for x in xs]
+    return [next(converted) if x.requires_grad else held(x).view_as(held(x)) for x in xs]
 
 
 class _ConvertMany(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.parameters = group, parameters_of(xs)
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
+        return tuple(x.view_as(x) for x in _held(xs))
 
     @staticmethod
     @_plainly
@@ -311,4 +336,5 @@ class _ConvertMany(torch.autograd.Function):
             summed: Iterator[Tensor] = iter([op(g, "I", ctx.group) for g in present])
         else:
             summed = iter(all_reduced(present, ctx.group))
-        return None, *(None if g is None else next(summed) for g in grads)
+        of_each = [None if g is None else next(summed) for g in grads]
+        return None, *of_parameters(of_each, ctx.parameters)

@@ -16,16 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from graphpar.errors import InternalError
+from graphpar.ops import collectives
+from graphpar.ops.collectives import Finish, process_group
 from graphpar.types import Shard, cut, intervals, join, local_size
-
-_c10d = torch.ops._c10d_functional
-_wait = _c10d.wait_tensor.default
-
-Finish = Callable[[], Tensor]
-"""Waits for a collective and gives its result."""
 
 
 def rank_and_size(group: str) -> tuple[int, int]:
@@ -43,21 +39,12 @@ def name_on_rank(group: str, rank: int) -> str:
     return f"{group}@{rank}"
 
 
-def plain_name(group: str) -> str:
-    """The name that torch knows the group by."""
-    return group.partition("@")[0]
-
-
-def process_group(name: str) -> ProcessGroup:
-    return distributed_c10d._resolve_process_group(plain_name(name))  # type: ignore[attr-defined,arg-type]
-
-
 def convert(x: Tensor, group: str) -> Tensor:
     return x.view_as(x)
 
 
 def start_all_reduce(x: Tensor, dst: str, group: str) -> Finish:
-    return partial(_wait, _c10d.all_reduce.default(x, "sum", plain_name(group)))
+    return collectives.all_reduce(x, group)
 
 
 def all_reduced(xs: Sequence[Tensor], group: str) -> list[Tensor]:
@@ -66,7 +53,7 @@ def all_reduced(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     for dtype in dict.fromkeys(x.dtype for x in xs):
         of_dtype = [i for i, x in enumerate(xs) if x.dtype == dtype]
         flat = torch.cat([xs[i].reshape(-1) for i in of_dtype])
-        total = start_all_reduce(flat, "I", group)()
+        total = collectives.all_reduce(flat, group, owned=True)()
         parts = total.split([xs[i].numel() for i in of_dtype])
         found |= {i: part.view(xs[i].shape) for i, part in zip(of_dtype, parts, strict=True)}
     return [found[i] for i in range(len(xs))]
@@ -77,27 +64,23 @@ def start_all_gather(
 ) -> Finish:
     layout, _, ranks = _place(x, dim, blocks, units, group, local=True)
     x = _padded(x, layout, ranks).contiguous()
-    sent = _c10d.all_gather_into_tensor.default(x, ranks, plain_name(group))
-    shape = (ranks, *x.shape)
-    return lambda: _whole(_wait(sent).view(shape), layout, ranks)
+    gathered, shape = collectives.all_gather(x, ranks, group), (ranks, *x.shape)
+    return lambda: _whole(gathered().view(shape), layout, ranks)
 
 
 def start_reduce_scatter(
     x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0
 ) -> Finish:
     layout, rank, ranks = _place(x, dim, blocks, units, group)
-    parts, name = _by_rank(x, layout, ranks), plain_name(group)
+    parts = _by_rank(x, layout, ranks)
     gloo = _is_gloo(process_group(group), x.device)
-    if gloo:
-        sizes = [parts.size(0) // ranks] * ranks
-        sent = _c10d.all_to_all_single.default(parts, sizes, sizes, name)
-    else:
-        sent = _c10d.reduce_scatter_tensor.default(parts, "sum", ranks, name)
+    kernel = collectives.all_to_all if gloo else collectives.reduce_scatter
+    arrived = kernel(parts, ranks, group)
 
     def finish() -> Tensor:
-        found: Tensor = _wait(sent)
+        found = arrived()
         if gloo:
-            found = found.view(ranks, -1, *found.shape[1:]).sum(0, dtype=found.dtype)
+            found = found.unflatten(0, (ranks, -1)).sum(0, dtype=found.dtype)
         return _unpadded(found, layout, rank, ranks).contiguous()
 
     return finish
@@ -119,15 +102,13 @@ def all_to_all(
     dst_units: int = 0,
 ) -> Tensor:
     source, rank, ranks = _place(x, src_dim, src_blocks, src_units, group, local=True)
-    target = Shard(dst_dim, tuple(dst_blocks), dst_units)
+    target, _, size = _layout(dst_dim, tuple(dst_blocks), dst_units, rank, ranks)
     whole = sum(src_blocks) if src_dim == dst_dim else x.size(dst_dim)
-    _check(target, whole, _sizes(target, rank, ranks)[1], ranks)
+    _check(target, whole, size, ranks)
     if src_dim == dst_dim:
         return _relayout(x, source, target, rank, ranks, group)
     sent = _by_rank(_padded(x, source, ranks), target, ranks)
-    sizes = [sent.size(0) // ranks] * ranks
-    received = _wait(_c10d.all_to_all_single.default(sent, sizes, sizes, plain_name(group)))
-    by_rank = received.unflatten(0, (ranks, -1))
+    by_rank = collectives.all_to_all(sent, ranks, group)().unflatten(0, (ranks, -1))
     if dst_units:
         by_rank = by_rank.narrow(dst_dim + 1, 0, local_size(target, rank, ranks))
     return _whole(by_rank, source, ranks)
@@ -175,11 +156,12 @@ STARTS: dict[str, Callable[..., Finish]] = {
 """The collectives that can be waited for later."""
 
 
-def start(name: str, x: Tensor, *args: Any) -> Finish:
-    """Begin the conversion ``name``; those of :data:`STARTS` run until the result is asked for."""
+def starter(name: str, args: Sequence[Any]) -> Callable[[Tensor], Finish]:
+    """Begins the conversion ``name``; those of :data:`STARTS` run until the result is asked for."""
     if name in STARTS:
-        return STARTS[name](x, *args)
-    return partial(KERNELS[name], x, *args)
+        begin = STARTS[name]
+        return lambda x: begin(x, *args)
+    return lambda x: partial(KERNELS[name], x, *args)
 
 
 def _at_once(begin: Callable[..., Finish]) -> Callable[..., Tensor]:
@@ -207,18 +189,20 @@ def _place(
         InternalError: ``x`` is not laid out so.
     """
     rank, ranks = rank_and_size(group)
-    layout = Shard(dim, tuple(blocks), units)
-    part, whole = _sizes(layout, rank, ranks)
+    layout, part, whole = _layout(dim, tuple(blocks), units, rank, ranks)
     _check(layout, x.size(dim), part if local else whole, ranks)
     return layout, rank, ranks
 
 
 @lru_cache(maxsize=4096)
-def _sizes(layout: Shard, rank: int, ranks: int) -> tuple[int, int]:
-    """Of the rank's part and of the whole; -1 if there is no such layout."""
-    if any(block % (layout.units or ranks) for block in layout.blocks):
-        return -1, -1
-    return local_size(layout, rank, ranks), sum(layout.blocks)
+def _layout(
+    dim: int, blocks: tuple[int, ...], units: int, rank: int, ranks: int
+) -> tuple[Shard, int, int]:
+    """The layout, the sizes of the rank's part and of the whole; -1 if there is no such layout."""
+    layout = Shard(dim, blocks, units)
+    if any(block % (units or ranks) for block in blocks):
+        return layout, -1, -1
+    return layout, local_size(layout, rank, ranks), sum(blocks)
 
 
 def _check(layout: Shard, size: int, wanted: int, ranks: int) -> None:
@@ -301,7 +285,7 @@ def _relayout(x: Tensor, source: Shard, target: Shard, rank: int, ranks: int, gr
     pieces = [x.narrow(dim, offset, size) for piece in sent for offset, size in piece]
     counts_in, counts_out = ([sum(n for _, n in p) for p in side] for side in (sent, received))
     rows = torch.cat(pieces, dim).movedim(dim, 0).contiguous()
-    out = _wait(_c10d.all_to_all_single.default(rows, counts_out, counts_in, plain_name(group)))
+    out = collectives.all_to_all(rows, ranks, group, (counts_out, counts_in))()
     places = [piece for pieces in received for piece in pieces]
     arrived = out.split([size for _, size in places], 0)
     order = sorted(range(len(places)), key=places.__getitem__)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpar.local import local, local_all
 from graphpar.ops import fused, seeded
 from graphpar.ops.dropout import dropout, dropout_mask, fake_dropout_mask
 from graphpar.ops.kernels import KERNELS
@@ -40,14 +41,25 @@ _SCHEMAS = {
 _library = torch.library.Library("graphpar", "DEF")
 
 
-def _direct(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The op, called without torch's dispatcher, which costs 20 us; compilers see the op."""
+def _direct(name: str, run: Callable[..., Any], *, reads: bool = False) -> Callable[..., Any]:
+    """The op, called without torch's dispatcher, which costs 20 us; compilers see the op.
+
+    ``reads``: it takes parameters as they are; compilers see what the rank holds of them.
+    """
     op: torch._ops.OpOverload = getattr(torch.ops.graphpar, name).default
 
     def call(*args: Any) -> Any:
-        return op(*args) if torch.compiler.is_compiling() else run(*args)
+        if torch.compiler.is_compiling():
+            return op(*map(_read, args)) if reads else op(*args)
+        return run(*args)
 
     return call
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return local_all(*value)
+    return local(value) if isinstance(value, Tensor) else value
 
 
 def _below_autograd(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -164,10 +176,13 @@ _FUSED: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "convert_many": ("convert_many(Tensor[] xs, str group) -> Tensor[]", fused.convert_many),
 }
+READ_PARAMETERS = frozenset(_FUSED)
+"""The ops that take parameters as they are, but for the operand ``x``."""
+
 for _name, (_schema, _function) in _FUSED.items():
     _library.define(_schema)
     _library.impl(_name, _function, "CompositeImplicitAutograd")
-    DIRECT[_name] = _direct(_name, _function)
+    DIRECT[_name] = _direct(_name, _function, reads=True)
 _library.define("copy_after(Tensor x, Tensor anchor) -> Tensor")
 _library.impl("copy_after", fused.copy_after, "CompositeExplicitAutograd")
 torch.library.register_fake("graphpar::copy_after", fused.copy_after, lib=_library)

@@ -24,7 +24,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graphpar.ops.kernels import plain_name, rank_and_size
+from graphpar.ops import collectives
+from graphpar.ops.kernels import rank_and_size
 from graphpar.types import I, Invariant, R, Replicate, Shard, intervals, split_layout
 
 aten = torch.ops.aten
@@ -238,10 +239,6 @@ def on_group(name: str, args: Sequence[Any]) -> Tensor:
 
 def _reduce(x: Tensor, kind: Reduction, group: str) -> Tensor:
     if kind == "max":
-        c10d = torch.ops._c10d_functional
-        found: Tensor = c10d.wait_tensor.default(
-            c10d.all_reduce.default(x, "max", plain_name(group))
-        )
-    else:
-        found = torch.ops.graphpar.all_reduce.default(x, str(kind)[0], group)
+        return collectives.all_reduce(x, group, "max")()
+    found: Tensor = torch.ops.graphpar.all_reduce.default(x, str(kind)[0], group)
     return found

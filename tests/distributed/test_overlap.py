@@ -7,27 +7,38 @@ import shutil
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import graphpar
 from graphpar import ops
+from graphpar.ops import collectives
 from graphpar.types import Shard, cut
 from tests.distributed.harness import run_processes
 
 WIDTH = 8
-GATHER, SCATTER = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_to_all_single"
-SUM, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
+GATHER, SCATTER, SUM = "c10d::_allgather_base_", "c10d::alltoall_base_", "c10d::allreduce_"
+WAIT = "wait"
 CALLS = (GATHER, SCATTER, SUM, WAIT, "aten::mm", "aten::addmm_", "aten::sum")
 
 
 def traced(run: Callable[[], object]) -> tuple[list[str], set[str]]:
     """What this thread calls of :data:`CALLS`, in order, and what gloo works on beside it."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+
+    def waited(work: Any, result: Tensor) -> Tensor:
+        with record_function(WAIT):
+            work.wait()
+        return result
+
+    with (
+        patch.object(collectives, "_finish", waited),
+        profile(activities=[ProfilerActivity.CPU]) as found,
+    ):
         run()
     events = sorted(found.events(), key=lambda e: e.time_range.start)
     mine = [e.name for e in events if e.name in CALLS and not e.is_async]

@@ -16,7 +16,7 @@ LINKS = ("passes", "codegen")
 
 # Low to high. A module belongs to the longest name here that it is or lies below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "local", "native"),
     ("provenance", "types", "axes"),
     ("program",),
     ("snapshots", "passes.rules"),
@@ -24,17 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("codegen",),
     ("passes",),
     ("pipeline",),
-    (
-        "mesh",
-        "state",
-        "local",
-        "container",
-        "runtime",
-        "memory",
-        "parallel_module",
-        "api",
-        "testing",
-    ),
+    ("mesh", "state", "container", "runtime", "memory", "parallel_module", "api", "testing"),
     ("checkpoint", "weights", "plan"),
     ("__init__",),
     ("cli", "__main__"),
