@@ -14,7 +14,7 @@ from tests.zoo.kinds import KINDS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")
 
-SPLITS = [(2, True), (3, True), (4, False), (8, False)]
+SPLITS = [(2, True), (3, True), (4, False), pytest.param(8, False, marks=pytest.mark.long)]
 
 LESS_SHARDED = {"res_net", "low_rank", "tied", "pooled_encoder", "bidirectional_lstm", "bags"}
 SHARDED = [name for name in KINDS if name not in LESS_SHARDED]

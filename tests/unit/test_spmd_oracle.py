@@ -241,7 +241,9 @@ def rewritten(model: str, ranks: int, sp: bool, *, overlap: bool = True) -> Prog
 
 # The LSTM has no rule: all of it runs whole. Tracing is what takes the time.
 MODELS = [name for name in zoo.BUILDERS if name != "lstm"]
-CASES = [(name, 2) for name in MODELS] + [(name, 4) for name in ("gpt2", "llama", "bert", "t5")]
+CASES = [(name, 2) for name in MODELS] + [
+    pytest.param(name, 4, marks=pytest.mark.long) for name in ("gpt2", "llama", "bert", "t5")
+]
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
