@@ -28,7 +28,7 @@ _MOST_RECEIVED, _FRUGALLY_RECEIVED = 8, 2  # elements of a piece that a thread r
 CELLS = ("lstm", "gru", "rnn")
 WARPS = (8, 16)
 SEGMENTS = (1, 2, 4)
-_FEWER_WITH_FOUR_SLOTS = 16  # what an LSTM of 4096 units needs to train
+_FEWER_UNPROBED = 16  # for one slot of a thread, or four: as many words as probed would spill
 PROBED_SLOTS = 64, 8
 """Rows of a block and slots of a row with which words in registers were probed."""
 
@@ -55,7 +55,9 @@ def register_words(
     known = REGISTER_WORDS.get((part, value, warps, frugal, name), (0, 0, 0))
     gates = cell_of(cell).gates if part == "forward" else 1
     more = max(0, tiles - PROBED_SLOTS[0] * PROBED_SLOTS[1] // (warps * WARP))
-    fewer = gates * more + _FEWER_WITH_FOUR_SLOTS * (segments > 2 and columns > 2)
+    fewer = gates * more
+    if value == "bf16" and warps == min(WARPS) and columns > 2 and segments != 2:
+        fewer += _FEWER_UNPROBED
     return max(0, known[(columns > 2) + (columns > 4)] - fewer)
 
 

@@ -26,7 +26,7 @@ from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.gluon_shim import load_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError, Schedule, launch
 from graphpar.codegen.sparse_rnn.launch import for_triton
-from graphpar.codegen.sparse_rnn.limits import Value
+from graphpar.codegen.sparse_rnn.limits import Value, register_words
 from graphpar.codegen.sparse_rnn.plan import Shape
 from graphpar.codegen.sparse_rnn.register_words import REGISTER_WORDS
 from graphpar.codegen.sparse_rnn.sass import read
@@ -431,7 +431,7 @@ def test_full_sizes(key: tuple[Any, Any, int, bool, str], tmp_path: Path) -> Non
         batch=batch,
         slots=8,
         frugal=frugal,
-        register_words=REGISTER_WORDS[key][(2, 4, 8).index(batch)],
+        register_words=register_words(cells[0], part, value, warps, batch, frugal=frugal),
         shared_words=8,
     )
     (found,) = findings([spec], tmp_path, (tuple(DEVICES)[place // 3 % 3],))

@@ -80,9 +80,8 @@ def test_denser_is_slower_until_it_does_not_fit(cell: str, arch: str) -> None:
         except CapacityError:
             times.append(float("inf"))
             continue
-        most = register_words(
-            cell, "forward", "bf16", found.warps, found.shape.columns, frugal=found.shape.frugal
-        )
+        cut: Any = {"frugal": found.shape.frugal, "segments": found.shape.segments}
+        most = register_words(cell, "forward", "bf16", found.warps, found.shape.columns, **cut)
         assert found.register_words <= most
         assert found.shared_bytes <= found.device.shared_bytes
         assert found.register_words + found.shared_words == found.words
@@ -118,7 +117,8 @@ def test_backward_has_limits_of_its_own(cell: str) -> None:
     found = plan_kernel(cell, rows, gates * 1152, batch=8, device=H200, part="backward")
     assert found.part == FastSpec.of(found).part == "backward"
     assert found.shape.columns == 4
-    most = register_words(cell, "backward", "bf16", found.warps, 4)
+    segments = found.shape.segments
+    most = register_words(cell, "backward", "bf16", found.warps, 4, segments=segments)
     assert found.register_words <= most
 
 
