@@ -56,7 +56,7 @@ def register_words(
     gates = cell_of(cell).gates if part == "forward" else 1
     more = max(0, tiles - PROBED_SLOTS[0] * PROBED_SLOTS[1] // (warps * WARP))
     fewer = gates * more
-    if value == "bf16" and warps == min(WARPS) and columns > 2 and segments != 2:
+    if value != "fp32" and columns > 2 and segments != 2:
         fewer += _FEWER_UNPROBED
     return max(0, known[(columns > 2) + (columns > 4)] - fewer)
 
