@@ -27,7 +27,12 @@ from graphpar.codegen.sparse_rnn.emit_fast_parts import emit_fast
 from graphpar.codegen.sparse_rnn.interleave import DeadlockError
 from graphpar.codegen.sparse_rnn.launch import for_triton
 from graphpar.errors import InternalError
-from tests.unit import sparse_kernels, test_sparse_fast, test_sparse_kernels
+from tests.unit import (
+    sparse_kernels,
+    test_sparse_fast,
+    test_sparse_kernels,
+    test_sparse_machine_code,
+)
 
 
 def edit_of(old: str, new: str) -> Callable[[str], str]:
@@ -72,13 +77,13 @@ def main() -> None:
                 lambda given=given: test_sparse_fast.run("rnn_tanh", folder, **given), 0.1
             )
             rows.append([f"fast: {mutant}", quoted(old), quoted(new), caught])
-        faults = test_sparse_fast.FAULTS
+        faults = test_sparse_machine_code.FAULTS
         specs = [spec for spec, *_ in faults]
         texts = [
             emit_fast(spec if spec.inline else for_triton(spec)).replace(old, new)
             for spec, _, old, new in faults
         ]
-        found = test_sparse_fast.findings(specs, folder, ("sm_90",), texts)
+        found = test_sparse_machine_code.findings(specs, folder, ("sm_90",), texts)
         for (spec, wanted, old, new), each in zip(faults, found, strict=True):
             (fault,) = (f for f in each.faults if wanted in f)
             name = f"machine code: {spec.sync}"

@@ -42,7 +42,13 @@ aten = torch.ops.aten
 inf, nan = float("inf"), float("nan")
 """
 
-_GLOBALS = {"aten", "device", "forward", "inf", "nan", "ops", "self", "torch", "tp"}
+_DEFINED_IN = {
+    "graphpar_rnn": "graphpar.codegen.sparse_rnn.recurrence",
+    "graphpar_state": "graphpar.snapshots",
+}
+"""The modules that define our ops beside ``graphpar.ops``, by namespace."""
+
+_GLOBALS = {"aten", "device", "forward", "graphpar", "inf", "nan", "ops", "self", "torch", "tp"}
 _GLOBALS |= {"local", "local_all"}
 _GLOBALS |= {"run", "hold"}  # in regions
 
@@ -64,7 +70,7 @@ def format_python(program: Program, *, rank: int | None = None) -> str:
     its part of parameters with ``local``, drops values after their last use, calls torch's own
     functions where it has them (:mod:`graphpar.native`), and submodules, so that their hooks run.
     """
-    parts = [HEADER]
+    parts = [_header(program)]
     constants = [name for name, s in program.state.items() if s.kind == "constant"]
     if constants and rank is None:
         parts.append(
@@ -73,6 +79,14 @@ def format_python(program: Program, *, rank: int | None = None) -> str:
     for name, graph in program.graphs():
         parts.append("\n".join(_function(program, name, graph, rank)))
     return "\n\n".join(parts) + "\n"
+
+
+def _header(program: Program) -> str:
+    targets = (n.target for _, graph in program.graphs() for n in graph.nodes)
+    spaces = {t.namespace for t in targets if isinstance(t, torch._ops.OpOverload)}
+    modules = [module for space, module in _DEFINED_IN.items() if space in spaces]
+    own = "from graphpar import ops\n"
+    return HEADER.replace(own, "".join([*(f"import {m}\n" for m in modules), own]))
 
 
 def _local(program: Program, name: str) -> str:

@@ -31,9 +31,12 @@ def assignments_written(model: nn.Module) -> Iterator[None]:
         ]
 
     def write(module: nn.Module, arguments: Any, result: Any) -> None:
-        replaced = [each for each in before if each[0]._buffers.get(each[1]) is not each[3]]
-        for part, name, full, old in replaced:
-            new = part._buffers.get(name)
+        given = [(*each, each[0]._buffers.get(each[1])) for each in before]
+        for part, name, _, old in before:  # an error leaves the model as it was
+            part._buffers[name] = old
+        for part, _, full, old, new in given:
+            if new is old:
+                continue
             if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise trace_error(
                     f"forward replaces the buffer {full}, {_form(old)}, by {_form(new)}; legal: a "
@@ -48,7 +51,6 @@ def assignments_written(model: nn.Module) -> Iterator[None]:
             if part is not module:
                 with torch.no_grad():
                     old.copy_(new)
-                part._buffers[name] = old
 
     handles = (
         model.register_forward_pre_hook(remember, prepend=True),

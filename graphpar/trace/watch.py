@@ -39,12 +39,17 @@ _GRADIENT = "a gradient is computed inside the forward, which graphpar cannot tr
 _SEED = "the random number generator is seeded inside the forward, which would be lost"
 
 
+def _called_within() -> bool:
+    """Whether torch or the tracer made the call that a :func:`patched` function answers."""
+    return sys._getframe(3).f_code.co_filename.startswith(_OWN_ROOTS)
+
+
 def _refused(owner: Any, name: str, message: str) -> Patch:
-    """``owner.name`` raises, unless torch or the tracer calls it; to be :func:`patched`."""
+    """``owner.name`` raises, unless torch or the tracer calls it."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(2).f_code.co_filename.startswith(_OWN_ROOTS):
+        if _called_within():
             return original(*args, **kwargs)
         raise trace_error(message, user_line(traceback.extract_stack()))
 
@@ -114,7 +119,7 @@ class _Watch:
 
         def enabled() -> bool:
             answer = original()
-            if answer and not sys._getframe(2).f_code.co_filename.startswith(_OWN_ROOTS):
+            if answer and not _called_within():
                 self.say(
                     "the forward asks whether gradients are enabled: that they are is built in"
                 )

@@ -12,8 +12,21 @@ from torch import Tensor
 
 from graphpar.codegen.sparse_rnn import stepwise
 from graphpar.codegen.sparse_rnn.cells import CELLS
+from graphpar.codegen.sparse_rnn.fast_spec import FastSpec
 from graphpar.codegen.sparse_rnn.interleave import Schedule, launch
 from graphpar.codegen.sparse_rnn.reference import Reference
+
+FAST_SPEC = FastSpec(
+    part="forward",
+    cell_name="rnn_tanh",
+    hidden=192,
+    batch=4,
+    programs=8,
+    warps=4,
+    register_words=6,
+    rows=32,
+    slots=4,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import graphpar
 from graphpar.cost import SavedTensors, dry_run
 from graphpar.errors import TraceError
+from graphpar.printer import format_python
 from graphpar.snapshots import SNAPSHOT
 
 
@@ -139,6 +140,21 @@ def test_a_buffer_of_another_form_is_an_error(after: Any, form: str) -> None:
     with pytest.raises(TraceError, match=message) as found:
         graphpar.transform(model, (torch.ones(2, 3),), tp=1)
     assert "test_snapshots.py:" in str(found.value.__notes__)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_buffer_that_is_filled_is_an_error_and_stays_none(nested: bool) -> None:
+    model: nn.Module = Replaced(lambda x: x[0, :2])
+    model.seen = None  # type: ignore[assignment]
+    whole = nn.Sequential(model) if nested else model
+    with pytest.raises(TraceError, match=r"seen, None, by \[2\] of torch.float32; legal: "):
+        graphpar.transform(whole, (torch.ones(2, 3),), tp=1)
+    assert model.seen is None
+
+
+def test_a_printed_program_defines_its_ops() -> None:
+    program = graphpar.transform(MODELS["average"](), (torch.ones(2, 4, 8),), tp=1).program
+    assert "\nimport graphpar.snapshots\n" in format_python(program)
 
 
 def test_a_buffer_with_two_names_is_not_replaced() -> None:
