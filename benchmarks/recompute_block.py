@@ -114,9 +114,9 @@ def blocks() -> Iterator[tuple[str, nn.Module, Tensor]]:
 class Counter:
     """What the ops inside do: their kernels, and the bytes of what they make while it lives."""
 
-    def __init__(self, module: nn.Module) -> None:
-        state = [*module.parameters(), *module.buffers()]
-        self.recorder, self.live, self.on = KernelRecorder(), LiveBytes(state), False
+    def __init__(self, module: nn.Module, *inputs: Tensor) -> None:
+        present = [*module.parameters(), *module.buffers(), *inputs]
+        self.recorder, self.live, self.on = KernelRecorder(), LiveBytes(present), False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -161,6 +161,7 @@ class Variant:
     def count(self, x: Tensor, times: Times) -> Variant:
         """Kept bytes, FLOPs and modelled time of one step."""
         self.step(x)  # compiles
+        self.counter = Counter(self.module, x)
         self.counter.on = True
         with nullcontext() if self.inside else self.counter():
             before = self.counter.live.now

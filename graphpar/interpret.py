@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from graphpar.errors import InternalError
+from graphpar.ops.modes import autocast_off
 from graphpar.program import Program, last_uses, outputs
 
 
@@ -36,16 +36,6 @@ def run(program: Program, state: Mapping[str, Tensor], leaves: Sequence[Any]) ->
 
     with autocast_off():
         return _run_graph(program, "", [leaves[i] for i in program.placeholders], read)
-
-
-@contextmanager
-def autocast_off() -> Iterator[None]:
-    """No autocast: traced programs hold their casts."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def _run_graph(

@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 
 from graphpar.container import Container, mirror, place
 from graphpar.errors import CheckpointError, GraphparError, MeshError
-from graphpar.interpret import autocast_off, model_state
+from graphpar.interpret import model_state
 from graphpar.local import local
 from graphpar.mesh import default_device, process_count
 from graphpar.ops.agree import check_agreement, meet
 from graphpar.ops.kernels import name_on_rank
+from graphpar.ops.modes import autocast_off
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program, program_hash

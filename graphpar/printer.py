@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from graphpar.program import (
     of_rank,
     outputs,
     placeholders,
+    region_again,
     region_results,
 )
 from graphpar.types import I, Shard, Type, local_shape, local_size
@@ -50,7 +52,7 @@ _DEFINED_IN = {
 
 _GLOBALS = {"aten", "device", "forward", "graphpar", "inf", "nan", "ops", "self", "torch", "tp"}
 _GLOBALS |= {"local", "local_all"}
-_GLOBALS |= {"run", "hold"}  # in regions
+_GLOBALS |= {"made", "hold"}  # in regions
 
 _SHORT = {
     "float": "f",
@@ -92,12 +94,16 @@ def _header(program: Program) -> str:
 def _local(program: Program, name: str) -> str:
     """The variable of a node: no name that means something else in the text."""
     bare = name.rstrip("_")
-    taken = bare in _GLOBALS or bare in program.blocks or re.fullmatch(r"region_\d+", bare)
+    taken = bare in _GLOBALS or bare in program.blocks or re.fullmatch(r"(region|again)_\d+", bare)
     return f"{name}_" if taken or is_constant(bare) else name
 
 
+def _names(program: Program, nodes: Iterable[fx.Node | str]) -> list[str]:
+    return [_local(program, n if isinstance(n, str) else n.name) for n in nodes]
+
+
 def _locals(program: Program, nodes: Iterable[fx.Node | str]) -> str:
-    return ", ".join(_local(program, n if isinstance(n, str) else n.name) for n in nodes)
+    return ", ".join(_names(program, nodes))
 
 
 def _function(program: Program, name: str, graph: fx.Graph, rank: int | None) -> Iterator[str]:
@@ -124,11 +130,12 @@ def _body(
     last: Mapping[fx.Node, Sequence[fx.Node]],
     rank: int | None,
     source: str = "",
+    ways: Mapping[fx.Node, str] = MappingProxyType({}),
 ) -> tuple[list[str], str]:
     """The lines of consecutive nodes, and the source line that the last of them comes from."""
     lines = []
     for node in nodes:
-        line = _statement(program, node, rank)
+        line = _statement(program, node, rank, ways)
         if line is None:
             continue
         if node.op != "output" and str(info(node).source) != source:
@@ -148,29 +155,47 @@ def _region(
     last: Mapping[fx.Node, Sequence[fx.Node]],
     rank: int | None,
 ) -> Iterator[str]:
-    """A function that backward calls again, and its call."""
-    results = [n.name for n in region_results(nodes)]
-    given = {*region.kept, *region.passed, *results}
-    ways = ["run", "hold"] if any(info(n).held for n in nodes) else ["run"]
-    ended = [n.name for node in nodes for n in last.get(node, ())]
-    inner = {node: [n for n in last.get(node, ()) if n.name not in given] for node in nodes}
-    name = f"region_{region.number}"
-    entries = _locals(program, (*region.kept, *region.passed))
-    yield f"    def {name}({', '.join(filter(None, (*ways, entries)))}):"
-    yield from (f"        {line}" for line in _body(program, nodes, inner, rank)[0])
-    yield f"        return [{_locals(program, results)}]"
-    arguments = [name, f"[{_locals(program, region.kept)}]"]
+    """The functions that forward and backward call, and the call."""
+    again, held = region_again(nodes)
+    results, entries = region_results(nodes), [*region.kept, *region.passed]
+    called = [node for node in again if not is_getitem(node)]
+    ways = {node: f"made({i}, " for i, node in enumerate(called)}
+    ways |= {node: "hold(" for node in nodes if info(node).held}
+    outside = {*entries, *(n.name for n in results)}
+    to_the_end = {*outside, *(n.name for n in held)}
+    inner = {n: [v for v in last.get(n, ()) if v.name not in to_the_end] for n in nodes}
+    first, second = f"region_{region.number}", f"again_{region.number}"
+    yield f"    def {first}({', '.join(['made', 'hold', *_names(program, entries)])}):"
+    yield from (f"        {line}" for line in _body(program, nodes, inner, rank, ways=ways)[0])
+    yield f"        return [{_locals(program, results)}], [{_locals(program, held)}]"
+    yield f"    def {second}({', '.join(['made', *_names(program, [*region.kept, *held])])}):"
+    yield from (f"        {line}" for line in _again(program, again, rank, ways))
+    arguments = [first, second, f"[{_locals(program, region.kept)}]"]
     if region.passed:
         arguments.append(f"[{_locals(program, region.passed)}]")
     if region.random:
         arguments.append("random=True")
-    if "hold" in ways:
+    if any(info(node).held for node in nodes):
         arguments.append("holds=True")
     call = f"ops.recompute({', '.join(arguments)})"
     yield f"    {_locals(program, results)}, = {call}" if results else f"    {call}"
-    ended = [n for n in ended if n in given]
+    ended = [v for n in nodes for v in last.get(n, ()) if v.name in outside]
     if ended:
         yield f"    del {_locals(program, ended)}"
+
+
+def _again(
+    program: Program, nodes: Sequence[fx.Node], rank: int | None, ways: Mapping[fx.Node, str]
+) -> Iterator[str]:
+    """The lines of a region's second run."""
+    last = {value: node for node in nodes for value in (node, *node.all_input_nodes)}
+    for node in nodes:
+        statement = _statement(program, node, rank, ways)
+        assert statement is not None
+        yield statement
+        ended = [value for value in nodes if last[value] is node]
+        if ended and rank is not None:
+            yield f"del {_locals(program, ended)}"
 
 
 def _calls(program: Program, block: str) -> str:
@@ -178,7 +203,13 @@ def _calls(program: Program, block: str) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]}"
 
 
-def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
+def _statement(
+    program: Program,
+    node: fx.Node,
+    rank: int | None,
+    ways: Mapping[fx.Node, str],
+) -> str | None:
+    """The call of a node, by the way that it is to take."""
     whole = reads_parameters(node)
 
     def show(value: Any) -> str:
@@ -216,10 +247,8 @@ def _statement(program: Program, node: fx.Node, rank: int | None) -> str | None:
     target = target_name(node.target)
     if rank is not None:
         target = native_name(node.target) or target  # type: ignore[arg-type]
-    if info(node).held:
-        return f"{name} = hold({', '.join([repr(info(node).held), target, *shown])})"
-    if info(node).region is not None and not info(node).replay:
-        return f"{name} = run({', '.join([target, *shown])})"
+    if node in ways:
+        return f"{name} = {ways[node]}{', '.join([target, *shown])})"
     return f"{name} = {target}({', '.join(shown)})"
 
 

@@ -68,8 +68,8 @@ Spec = TensorSpec | tuple["TensorSpec | None", ...] | None
 class Region:
     """Consecutive nodes of a graph that backward runs again, up to what it needs of them.
 
-    Nodes are named. Autograd keeps ``kept`` alone of what the region reads; ``passed`` is read by
-    nodes that are not run again. ``random``: it draws from the device's generator.
+    Nodes are named. Autograd keeps ``kept`` of what the region reads; ``passed`` is read by nodes
+    that are not run again. ``random``: what runs again draws from the device's generator.
     """
 
     number: int
@@ -117,8 +117,8 @@ class Info:
     annotate-partitions and met by insert-collectives. ``whole_call`` are the arguments of the op
     on the whole tensors, where localize changed them. ``replay`` says that backward runs the node
     again, decided by choose-recompute; apply-recompute puts it in a ``region``, with the nodes
-    that autograd would keep its results for. ``held`` are those of the tensors that its kernels
-    make, numbered in order, that are kept for its region's second run, which makes the others.
+    that autograd would keep its results for; ``held``: what it makes is kept, for backward or for
+    its region's second run.
     """
 
     spec: Spec
@@ -131,7 +131,7 @@ class Info:
     whole_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     replay: bool = False
     region: Region | None = None
-    held: tuple[int, ...] = ()
+    held: bool = False
 
 
 def info(node: fx.Node) -> Info:
@@ -341,6 +341,17 @@ def region_results(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes of a region whose values are used outside of it."""
     inside = set(nodes)
     return [n for n in nodes if any(user not in inside for user in n.users)]
+
+
+def region_again(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes of a region that run again, and those that give them values that are held."""
+    again = [n for n in nodes if info(n).replay and not _is_held_part(n)]
+    read = dict.fromkeys(value for node in again for value in node.all_input_nodes)
+    return again, [n for n in nodes if n in read and n not in again]
+
+
+def _is_held_part(node: fx.Node) -> bool:
+    return is_getitem(node) and info(node.all_input_nodes[0]).held
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:

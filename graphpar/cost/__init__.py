@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphpar.cost.calibrate import calibrate_cpu
-from graphpar.cost.dry_run import GraphRun, Step, Storage, dry_run, replayed_kernels
+from graphpar.cost.dry_run import GraphRun, Step, Storage, dry_run
 from graphpar.cost.hardware import HARDWARE, Hardware, Link, find_hardware
 from graphpar.cost.kernels import Kernel
 from graphpar.cost.partition import CostModel, is_contraction
@@ -33,7 +33,6 @@ __all__ = [
     "is_contraction",
     "is_trained",
     "local_nbytes",
-    "replayed_kernels",
     "saved_tensors",
     "total_us",
     "training_nbytes",

@@ -39,6 +39,7 @@ from graphpar.program import (
     of_rank,
     outputs,
     placeholders,
+    region_again,
 )
 from graphpar.types import I, Type, local_shape
 from graphpar.unfuse import gathered_bytes
@@ -58,11 +59,8 @@ class Step:
     """One node's run. Numbers are keys of :attr:`GraphRun.storages`.
 
     ``reads`` are the storages of its arguments, ``results`` those of its results and ``saves``
-    those that autograd keeps for it, in order. ``made`` are those of the tensors that its kernels
-    give, in order (``None``: of nothing that is read or kept). ``identity``: it gives the very
-    tensor that it got. ``until_saved`` is how many of its kernels run before autograd has the last
-    tensor that it saves (-1: it saves none). ``backward`` are the kernels of its backward, if they
-    were asked for.
+    those that autograd keeps for it, in order. ``identity``: it gives the very tensor that it got.
+    ``backward`` are the kernels of its backward, if they were asked for.
     ``inner_bytes`` is what a called block keeps beside its arguments and results.
     """
 
@@ -71,9 +69,7 @@ class Step:
     reads: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     saves: tuple[int, ...] = ()
-    made: tuple[int | None, ...] = ()
     identity: bool = False
-    until_saved: int = -1
     backward: tuple[Kernel, ...] = ()
     block: GraphRun | None = None
 
@@ -81,11 +77,12 @@ class Step:
     def inner_bytes(self) -> int:
         return 0 if self.block is None else self.block.inner_bytes
 
-    def again(self, stop: int | None = None) -> Iterator[Kernel]:
-        """What a second run adds to backward, up to a kernel: the gather of a fused op that
-        backward would gather for is there anyway."""
+    @property
+    def again(self) -> Iterator[Kernel]:
+        """What a second run adds to backward: the gather of a fused op that backward would gather
+        for is there anyway."""
         fused = gathered_bytes(self.node) > 0
-        return (k for k in self.kernels[:stop] if not (fused and k.collective))
+        return (k for k in self.kernels if not (fused and k.collective))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,30 +121,17 @@ class GraphRun:
     @property
     def replayed(self) -> Iterator[Kernel]:
         """The kernels that backward runs again."""
-        for region, steps in groupby(self.steps, lambda step: info(step.node).region):
-            members = list(steps)
-            if region is not None:
-                again = {s.node for s in members if info(s.node).replay}
-                yield from replayed_kernels(members, again)
-            for step in members:
-                yield from () if step.block is None else step.block.replayed
+        for step in self.steps:
+            if step.block is not None:
+                yield from step.block.replayed
+            elif info(step.node).replay:
+                yield from step.again
 
     @property
     def inner_bytes(self) -> int:
         """What it keeps beside its inputs and outputs."""
         inner = self.saved - set(self.inputs) - set(self.outputs)
         return sum(self.storages[s].nbytes for s in inner)
-
-
-def replayed_kernels(region: Sequence[Step], again: Collection[fx.Node]) -> Iterator[Kernel]:
-    """The kernels of a region's replay, which runs the nodes ``again`` and stops when autograd has
-    all that it saves."""
-    saving = [i for i, step in enumerate(region) if step.until_saved >= 0]
-    end = saving[-1] if saving else -1
-    for step in region[: max(end, 0)]:
-        yield from step.again() if step.node in again else ()
-    if end >= 0 and region[end].node in again:
-        yield from region[end].again(region[end].until_saved)
 
 
 def dry_run(
@@ -263,7 +247,8 @@ class _Runner:
         entries = [storages.number(x) if isinstance(x, Tensor) else None for x in inputs]
         env: dict[fx.Node, Any] = dict(zip(placeholders(graph), inputs, strict=True))
         steps: list[tuple[Step, list[weakref.ref[_Kept]]]] = []
-        kept: dict[Region, list[_Kept]] = {}  # to the end of the run
+        entered = set[Region]()
+        given = _given_again(graph)
         named = {node.name: node for node in graph.nodes}
         for node in graph.nodes:
             if node.op == "get_attr":
@@ -271,10 +256,11 @@ class _Runner:
             elif node.op in ("call_function", "call_module"):
                 step, held = self._step(node, env, storages)
                 region = info(node).region
-                if region is not None and region not in kept:
-                    values = [env[named[name]] for name in region.kept]
-                    kept[region] = [_Kept(x, storages.number(x)) for x in _tensors(values)]
-                    held += [weakref.ref(each) for each in kept[region]]
+                values = [env[node]] if node in given else []
+                if region is not None and region not in entered:
+                    entered.add(region)
+                    values += [env[named[name]] for name in region.kept]
+                held += [self._keep(x, storages.number(x)) for x in _tensors(values)]
                 steps.append((step, held))
         values = [env[v] if isinstance(v, fx.Node) else v for v in outputs(graph)]
         env.clear()  # what no output leads to is not kept
@@ -296,43 +282,39 @@ class _Runner:
             step, env[node] = self._call(node, args, reads, storages)
             return step, []
         kept: list[weakref.ref[_Kept]] = []
-        until_saved = -1
 
         def pack(x: Tensor) -> _Kept:
-            nonlocal until_saved
-            until_saved = len(recorder.kernels)
-            held = _Kept(x, storages.number(x, node))
+            number = storages.number(x, node)
+            held = _Kept(x, number)
             if info(node).region is None:
                 kept.append(weakref.ref(held))
+            elif not _runs_again(storages.found[number].maker, info(node).region):
+                kept.append(self._keep(x, number))
             return held
 
         target: Any = node.target
         args = tuple(self.group if isinstance(a, str) and a == MESH_DIM else a for a in args)
-        recorder = KernelRecorder(keep_results=True)
+        recorder = KernelRecorder()
         with recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             env[node] = target(*args, **kwargs)
         back: tuple[Kernel, ...] = ()
         if self.backward and (node.graph is not self.program.graph or node in self._leading):
             back = backward_kernels(target, args, kwargs, self._used)
         results = tuple(storages.number(x, node) for x in _tensors(env[node]))
-        for place in info(node).held:
-            x = recorder.results[place]
-            held = _Kept(x, storages.number(x, node))
-            self._held.append(held)
-            kept.append(weakref.ref(held))
-        made = tuple(map(storages.known, recorder.results))
-        recorder.results.clear()  # what autograd keeps holds the recorder
         step = Step(
             node=node,
             kernels=tuple(recorder.kernels),
             reads=reads,
             results=results,
-            made=made,
             identity=any(env[node] is x for x in _tensors((args, kwargs))),
-            until_saved=until_saved,
             backward=back,
         )
         return step, kept
+
+    def _keep(self, x: Tensor, number: int) -> weakref.ref[_Kept]:
+        """Regions keep tensors as long as anything of theirs is kept."""
+        self._held.append(_Kept(x, number))
+        return weakref.ref(self._held[-1])
 
     def _call(
         self, node: fx.Node, args: Sequence[Any], reads: tuple[int, ...], storages: _Storages
@@ -360,6 +342,18 @@ class _Runner:
             block=run,
         )
         return step, results
+
+
+def _given_again(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes inside regions whose values second runs are given."""
+    found = set[fx.Node]()
+    for region, nodes in groupby(list(graph.nodes), lambda node: info(node).region):
+        found.update(region_again(list(nodes))[1] if region is not None else ())
+    return found
+
+
+def _runs_again(maker: fx.Node | None, region: Region | None) -> bool:
+    return maker is not None and info(maker).region == region and info(maker).replay
 
 
 def _alive(step: Step, kept: Sequence[weakref.ref[_Kept]]) -> Step:

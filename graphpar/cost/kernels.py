@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from graphpar.ops.recompute import results_of
-
 aten = torch.ops.aten
 _COLLECTIVES = {
     "all_reduce": "all_reduce",
@@ -79,15 +77,12 @@ class KernelRecorder(TorchDispatchMode):
     """Appends a :class:`Kernel` to ``kernels`` for every op that computes or communicates.
 
     Views and allocations are none. FLOPs are those of torch's FlopCounterMode. A lookup reads the
-    rows that it returns, not the table. ``results``, if it is to keep them, are the tensors that
-    all ops but views give.
+    rows that it returns, not the table.
     """
 
-    def __init__(self, *, keep_results: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
-        self.keep_results = keep_results
-        self.results: list[Tensor] = []
         self._pending: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -99,8 +94,6 @@ class KernelRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = call(func, args, kwargs)
-        if self.keep_results:
-            self.results += results_of(func, result)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._wait(args[0])
         kernel = kernel_of(func, args, kwargs, result)

@@ -1,18 +1,22 @@
-"""Run a region of a program so that backward runs it again, up to what it needs."""
+"""Run a region of a program so that backward makes its values again, as far as it needs them.
+
+``torch.utils.checkpoint`` calls the whole region a second time under autograd, to see what that
+saves. Here the region's ops are numbered: what autograd saves is known by the memory it lies in,
+so the second run is no more than the ops whose values backward reads, without autograd.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import traceback
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,94 +24,77 @@ from torch.utils.checkpoint import (
 )
 
 from graphpar.errors import InternalError
+from graphpar.ops.modes import Generators, autocast_off
 
 Run = Callable[..., Any]
 """Runs an op: ``run(op, *args, **kwargs)``."""
 
 
-def results_of(func: Any, result: Any) -> list[Tensor]:
-    """What a kernel makes; of a view, nothing."""
-    if func.is_view:
-        return []
-    return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-
-
 def recompute(
-    region: Callable[..., Any],
+    region: Callable[..., tuple[list[Any], list[Any]]],
+    again: Callable[..., None],
     kept: Sequence[Tensor],
     passed: Sequence[Tensor] = (),
     *,
     random: bool = False,
     holds: bool = False,
-) -> Any:
-    """``region(run, *kept, *passed)``, of which autograd keeps ``kept`` alone.
+) -> list[Any]:
+    """The results of ``region(made, hold, *kept, *passed)``, of which autograd keeps little.
 
-    Backward calls the region again, without reentering autograd, and stops when it has what it
-    needs (:func:`torch.utils.checkpoint.checkpoint`). It calls the ops whose results it does not
-    need through ``run``: they tell autograd what they keep, and compute nothing. They may read
-    ``passed``, which is not kept. ``random``: restore the state of the generators.
-
-    ``holds``: the region is called as ``region(run, hold, *kept, *passed)``. The second time
-    ``hold(places, op, *args, **kwargs)`` computes nothing either: of the tensors that the op's
-    kernels make, views left out, those of the numbers ``places`` are kept, beside ``kept``. The op
-    must take the same kernels on the meta device.
+    The region calls an op through ``made(number, op, *args, **kwargs)`` if backward is to make
+    its values again, and through ``hold(op, *args, **kwargs)`` if they are to be kept; it gives
+    its results and those values. Autograd keeps ``kept``, these values, and what ops save of
+    neither; of what the numbered ops make, nothing. When backward needs the first of it, it calls
+    ``again(made, *kept, *values)``, which calls the same numbered ops on equal values. ``random``:
+    from the same states of the generators. ``holds``: the region calls ``hold``.
 
     Raises:
-        InternalError: it does not.
+        InternalError: an op saves other tensors the second time.
     """
     if torch.compiler.is_compiling():  # the compiler finds by itself what is not needed
         return _traced(region, [*kept, *passed], random=random, holds=holds)
-    passed_now = list(passed)
-    forms = [(_forms(x), x.requires_grad) for x in passed]
-    held = _Held()
-    calls = 0
-
-    def run(*values: Tensor) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            ways = (_call, held.record) if holds else (_call,)
-            return region(*ways, *values, *passed_now)
-        ways = (_pretend, held.replayer()) if holds else (_pretend,)
-        with _no_other_modes():
-            pretended = [_without_values(f).requires_grad_(trained) for f, trained in forms]
-        return region(*ways, *values, *pretended)
-
-    result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=random)
-    passed_now.clear()
-    held.keep()
-    return result
+    if not torch.is_grad_enabled():
+        results, _ = region(_made, _hold, *kept, *passed)
+        return results
+    frame = _Frame(again, Generators([*kept, *passed]) if random else None)
+    for place, x in enumerate(kept):
+        frame.know(x, _KEPT, place)
+    with saved_tensors_hooks(frame.pack, _unpack):
+        results, held = region(frame.made, _hold, *kept, *passed)
+    frame.keep([*kept, *held])
+    return results
 
 
-def _call(op: Run, *args: Any, **kwargs: Any) -> Any:
+def _made(number: int, op: Run, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
-def _pretend(op: Run, *args: Any, **kwargs: Any) -> Any:
-    viewed = args[0] if getattr(op, "is_view", False) else None
-    with _no_other_modes() if viewed is not None and _is_pretended(viewed) else _Pretend():
-        return op(*args, **kwargs)
+def _hold(op: Run, *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
 
 
 # --- under a compiler -----------------------------------------------------------------------------
 
 
 def _traced(
-    region: Callable[..., Any], values: Sequence[Tensor], *, random: bool, holds: bool
-) -> Any:
-    if not holds:
-        run = partial(region, _call)
-        return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=random)
-    return checkpoint(
-        partial(region, _call, _marked),
-        *values,
-        use_reentrant=False,
-        preserve_rng_state=random,
-        context_fn=_contexts,
+    region: Callable[..., tuple[list[Any], list[Any]]],
+    values: Sequence[Tensor],
+    *,
+    random: bool,
+    holds: bool,
+) -> list[Any]:
+    def run(*given: Tensor) -> list[Any]:
+        results, _ = region(_made, _marked, *given)
+        return results
+
+    contexts: dict[str, Any] = {"context_fn": _contexts} if holds else {}
+    found: list[Any] = checkpoint(
+        run, *values, use_reentrant=False, preserve_rng_state=random, **contexts
     )
+    return found
 
 
-def _marked(places: tuple[int, ...], op: Run, *args: Any, **kwargs: Any) -> Any:
+def _marked(op: Run, *args: Any, **kwargs: Any) -> Any:
     with traceback.annotate({"graphpar_held": True}):
         return op(*args, **kwargs)
 
@@ -122,7 +109,42 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# --- what is held ---------------------------------------------------------------------------------
+# --- the first run --------------------------------------------------------------------------------
+
+_KEPT = -1
+"""In place of an op's number: a value is kept."""
+
+
+_Form = tuple[Any, ...] | None
+"""How a tensor lies in its storage; ``None`` if it has none."""
+
+
+class _Source(NamedTuple):
+    """What the second run has in its hands: of the tensors that op ``number`` makes, or that are
+    kept, the one at ``place``."""
+
+    number: int
+    place: int
+    form: _Form
+    memory: Callable[[], Any]
+
+
+class _Inner(NamedTuple):
+    """Of an op: how many tensors it saves, the slots of those that it makes and does not give, by
+    number, and which of its arguments have a gradient."""
+
+    saved: int
+    slots: Mapping[int, int]
+    trained: Sequence[bool]
+
+
+_Slot = tuple["_Frame", int]
+"""What autograd holds in place of a tensor."""
+
+
+def _unpack(slot: _Slot) -> Tensor:
+    frame, number = slot
+    return frame.value(number)
 
 
 class _Keep(torch.autograd.Function):
@@ -138,169 +160,198 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("it has no gradient")
 
 
-class _Held:
-    """The tensors that are held of one run of a region, in the order of their calls."""
+class _Frame:
+    """One run of a region, and its slots, in the order in which autograd filled them."""
 
-    def __init__(self) -> None:
-        self._values: list[list[Tensor]] = []
-        self._makers: list[list[Any]] = []
+    def __init__(self, again: Callable[..., None], generators: Generators | None) -> None:
+        self._again, self._generators = again, generators
+        self._count = 0
+        self._known: dict[int, _Source] = {}  # by the id of their memory
+        self._unknown: dict[int, list[tuple[int, Tensor]]] = {}
+        self._uses: dict[int, list[tuple[int, _Source, _Form]]] = {}
+        self._inner: dict[int, _Inner] = {}
         self._node: Any = None
+        self._given = 0
+        self._task, self._ready = -1, dict[int, Tensor]()
 
-    def record(self, places: Sequence[int], op: Run, *args: Any, **kwargs: Any) -> Any:
-        with _Record(places) as mode:
-            result = op(*args, **kwargs)
-        self._values.append(mode.found)
-        self._makers.append(mode.makers)
-        return result
-
-    def keep(self) -> None:
-        values, self._values = self._values, []
-        if torch.is_grad_enabled():
-            anchor = torch.empty(0, requires_grad=True)
-            flat = [x for each in values for x in each]
-            self._node = _Keep.apply(anchor, *flat).grad_fn  # type: ignore[no-untyped-call]
-
-    def replayer(self) -> Run:
-        """``hold`` of one second run."""
-        given = self._given()
-
-        def replay(places: Sequence[int], op: Run, *args: Any, **kwargs: Any) -> Any:
-            with _Pretend(dict(zip(places, next(given), strict=True))):
-                return op(*args, **kwargs)
-
-        return replay
-
-    def _given(self) -> Iterator[list[tuple[Any, Tensor]]]:
-        values = iter(self._node.saved_tensors)
-        for makers in self._makers:
-            yield [(maker, next(values)) for maker in makers]
-
-
-class _Record(TorchDispatchMode):
-    """Remembers some of the tensors that kernels make."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Tensor] = []
-        self.makers: list[Any] = []
-        self._places, self._count = frozenset(places), 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in results_of(func, result):
-            if self._count in self._places:
-                self.found.append(x.detach())  # apart from what autograd makes of it
-                self.makers.append(func)
-            self._count += 1
-        return result
-
-
-# --- the second run -------------------------------------------------------------------------------
-
-
-class _Form(NamedTuple):
-    """A tensor but for its values."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Constant(NamedTuple):
-    """An argument that is no tensor. Numbers that are equal, of other types, are other ones."""
-
-    type: type
-    value: Any
-
-
-def _forms(x: Any) -> Any:
-    """``x``, of tensors their forms; hashable where its constants are."""
-    if isinstance(x, Tensor):
-        return _Form(x.shape, x.stride(), x.dtype)
-    if not isinstance(x, list | tuple):
-        return _Constant(type(x), x)
-    return tuple(
-        [_Form(y.shape, y.stride(), y.dtype) if isinstance(y, Tensor) else _forms(y) for y in x]
-    )
-
-
-def _without_values(x: Any) -> Any:
-    """What has these forms, on the meta device."""
-    if isinstance(x, _Form):
-        return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
-    return x.value if isinstance(x, _Constant) else tuple(map(_without_values, x))
-
-
-@lru_cache(maxsize=4096)
-def _forms_made(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """The forms that an op makes of forms: many meta kernels are slow Python."""
-    return _forms(_made(func, _without_values(args), dict(_without_values(kwargs))))
-
-
-def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    return func(*args, **kwargs)
-
-
-class _Pretend(TorchDispatchMode):
-    """Views of tensors with values are made; every other op gives tensors without values, or of
-    the tensors that kernels make those given, with their kernels."""
-
-    def __init__(self, given: Mapping[int, tuple[Any, Tensor]] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._given, self._count = given or {}, 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a checkpoint's second run does
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with _no_other_modes():
-            if func.is_view:  # of one tensor
-                return func(*args, **kwargs)
-            result = self._result(func, args, kwargs)
-        return self._next(func, result) if self._given else result
-
-    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "aten" and not func._schema.is_mutable:  # a function of forms alone
-            key = (_forms(args), _forms(list(kwargs.items())) if kwargs else ())
-            try:
-                return _without_values(_forms_made(func, torch.get_default_dtype(), *key))
-            except TypeError:  # a constant that has no hash
-                pass
-        args, kwargs = pytree.tree_map_only(Tensor, _to_meta, (args, kwargs))
-        return _made(func, args, kwargs)
-
-    def _next(self, func: Any, result: Any) -> Any:
-        """``result``, or where a tensor is known, that."""
-        if isinstance(result, list | tuple):
-            return tuple(self._next(func, x) for x in result)
-        if not isinstance(result, Tensor):
-            return result
-        maker, known = self._given.get(self._count, (func, result))
-        if maker is not func:
-            raise InternalError(f"a second run calls {func} in place of {maker}")
+    def pack(self, x: Tensor) -> _Slot:
+        number = self._count
         self._count += 1
-        return known.detach() if known is not result else result
+        memory = _memory(x)
+        source = self._known.get(id(memory))
+        if source is not None and source.memory() is memory:
+            self._use(number, source, x)
+        else:
+            self._unknown.setdefault(id(memory), []).append((number, x))
+        return self, number
+
+    def _use(self, slot: int, source: _Source, x: Tensor) -> None:
+        """The slot is for the tensor of the source, or for another one in its memory."""
+        self._uses.setdefault(source.number, []).append((slot, source, _form(x)))
+
+    def know(self, x: Tensor, number: int, place: int) -> None:
+        """The second run has ``x``."""
+        memory = _memory(x)
+        known = self._known.get(id(memory))
+        if known is not None and known.memory() is memory:
+            return
+        source = _Source(number, place, _form(x), weakref.ref(memory))
+        self._known[id(memory)] = source
+        for slot, seen in self._unknown.pop(id(memory), ()):
+            self._use(slot, source, seen)
+
+    def made(self, number: int, op: Run, *args: Any, **kwargs: Any) -> Any:
+        first = self._count
+        result = op(*args, **kwargs)
+        for place, x in enumerate(_tensors(result)):
+            self.know(x, number, place)
+        if self._count > first and self._unknown:
+            new = [each for each, found in self._unknown.items() if found[0][0] >= first]
+            if new:
+                self._find_inner(number, first, new, _tensors((*args, *kwargs.values())))
+        return result
+
+    def _find_inner(
+        self, number: int, first: int, new: Sequence[int], given: Sequence[Tensor]
+    ) -> None:
+        """What the op saved and nobody knows is its argument, or made within it."""
+        arguments = {id(_memory(getattr(x, "_local_tensor", x))) for x in given}
+        made = [self._unknown.pop(each) for each in new if each not in arguments]
+        if made:
+            slots = {slot - first: slot for found in made for slot, _ in found}
+            trained = [x.requires_grad for x in given]
+            self._inner[number] = _Inner(self._count - first, slots, trained)
+
+    def keep(self, given: Sequence[Tensor]) -> None:
+        """Keep what :func:`recompute` passes on to ``again``, and all that is still unknown."""
+        if not self._count:
+            return
+        for place, x in enumerate(given):
+            self.know(x, _KEPT, place)
+        values = list(given)
+        for found in list(self._unknown.values()):
+            self.know(found[0][1], _KEPT, len(values))
+            values.append(found[0][1])
+        self._known.clear()
+        self._given = len(given)
+        anchor = torch.empty(0, requires_grad=True)
+        kept = [x.detach() for x in values]
+        self._node = _Keep.apply(anchor, *kept).grad_fn  # type: ignore[no-untyped-call]
+
+    # --- the second run ---
+
+    def value(self, slot: int) -> Tensor:
+        """What belongs into a slot; once in a backward, of which one run makes all."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # somebody looks at what autograd keeps
+            return self._run()[slot]
+        if task != self._task or slot not in self._ready:
+            self._task, self._ready = task, self._run()
+        return self._ready.pop(slot)
+
+    def _run(self) -> dict[int, Tensor]:
+        saved = self._node.saved_tensors
+        ready: dict[int, Tensor] = {}
+        for slot, source, form in self._uses.get(_KEPT, ()):
+            ready[slot] = _placed(saved[source.place], source.form, form)
+        random = nullcontext() if self._generators is None else self._generators.restored()
+        with torch.no_grad(), autocast_off(), random:
+            self._again(partial(self._made_again, ready), *saved[: self._given])
+        return ready
+
+    def _made_again(
+        self, ready: dict[int, Tensor], number: int, op: Run, *args: Any, **kwargs: Any
+    ) -> Any:
+        inner = self._inner.get(number)
+        if inner is None:
+            result = op(*args, **kwargs)
+        else:
+            result = _observed(inner, ready, op, args, kwargs)
+        uses = self._uses.get(number)
+        if uses:
+            values = _tensors(result)
+            for slot, source, form in uses:
+                value = values[source.place]
+                if _form(value) != source.form:
+                    raise InternalError(f"the second run of {op} gives {_form(value)}")
+                ready[slot] = _placed(value, source.form, form)
+        return result
 
 
-def _no_other_modes() -> AbstractContextManager[Any]:
-    """Modes that count what runs do not see what only pretends to."""
-    others = torch._C._len_torch_dispatch_stack()
-    return _disable_current_modes() if others else nullcontext()
+def _observed(
+    inner: _Inner, ready: dict[int, Tensor], op: Run, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Call an op as the first time, under autograd, and take of what that saves."""
+    trained = iter(inner.trained)
+    count = 0
+
+    def as_before(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_() if next(trained) and not x.requires_grad else x
+
+    def see(x: Tensor) -> None:
+        nonlocal count
+        slot = inner.slots.get(count)
+        count += 1
+        if slot is not None:
+            ready[slot] = x.detach()
+
+    args = _mapped(as_before, args)
+    kwargs = {key: _mapped(as_before, value) for key, value in kwargs.items()}
+    with torch.enable_grad(), saved_tensors_hooks(see, _no_backward):
+        result = op(*args, **kwargs)
+    if count != inner.saved:
+        raise InternalError(f"the second run of {op} saves {count} tensors, not {inner.saved}")
+    return _mapped(Tensor.detach, result)
 
 
-def _is_pretended(x: Tensor) -> bool:
-    """Where memory is predicted, what has a value is a FakeTensor, on the meta device too."""
-    return x.is_meta and not isinstance(x, FakeTensor)
+def _no_backward(_: Any) -> Tensor:
+    raise AssertionError("what runs again has no backward of its own")
 
 
-def _to_meta(x: Tensor) -> Tensor:
-    made: Tensor = x if _is_pretended(x) else _without_values(_forms(x))
-    return made
+# --- tensors and their memory ---------------------------------------------------------------------
+
+
+def _memory(x: Tensor) -> Any:
+    return x.untyped_storage() if x.layout is torch.strided else x
+
+
+def _form(x: Tensor) -> _Form:
+    if x.layout is not torch.strided:
+        return None
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+
+
+def _placed(x: Tensor, own: _Form, form: _Form) -> Tensor:
+    """``x``, of form ``own``, or what lies in its storage in another form."""
+    if form is None or form == own:
+        return x
+    shape, strides, offset, dtype, conj, neg = form
+    if x.dtype == dtype and not (x.is_conj() or x.is_neg()):
+        found = x.as_strided(shape, strides, offset)
+    else:
+        found = torch.empty(0, dtype=dtype, device=x.device)
+        found.set_(x.untyped_storage(), offset, shape, strides)
+    found = torch._conj(found) if conj else found
+    return torch._neg_view(found) if neg else found
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if not isinstance(value, (list, tuple)):
+        return ()
+    found: list[Tensor] = []
+    for each in value:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += _tensors(each)
+    return found
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return [_mapped(change, each) for each in value]
+    return value

@@ -164,7 +164,7 @@ def check_ops(program: Program, block: str, node: fx.Node) -> None:
 
 
 def _has_values(known: Info) -> bool:
-    return known.replay or bool(known.held)
+    return known.replay or known.held
 
 
 def check_regions(program: Program) -> None:

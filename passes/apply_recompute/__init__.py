@@ -22,8 +22,9 @@ class ApplyRecompute:
 def apply_recompute(program: Program, options: ApplyRecompute = ApplyRecompute()) -> Program:
     """Put the nodes that choose-recompute marked into regions, and each region's nodes together.
 
-    A region becomes a checkpointed function: non-reentrant, stopped early; the nodes that autograd
-    would keep a dropped value for are in it. Needs: a program that runs. Ensures: regions are
+    A region becomes a function, and what backward runs of it another one
+    (:func:`graphpar.ops.recompute.recompute`); the nodes that autograd would keep a dropped value
+    for are in it. Needs: a program that runs. Ensures: regions are
     disjoint and consecutive; random draws and collectives keep an order that is the same on all
     ranks. Numerics: bitwise.
     """
@@ -66,7 +67,7 @@ def _rewritten(graph: fx.Graph, regions: Regions) -> fx.Graph:
             moved,
             replay=node in regions.replayed,
             region=regions.members.get(node),
-            held=regions.held.get(node, ()),
+            held=node in regions.held,
         )
         if node in regions.replayed and gathered_bytes(node):
             keep_gathered(moved)  # the second run gathers, and backward need not

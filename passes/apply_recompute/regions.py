@@ -10,12 +10,11 @@ import networkx as nx
 import torch
 from torch import fx
 
-from graphpar.cost import GraphRun, Kernel, Step, replayed_kernels
-from graphpar.ops import is_conversion
+from graphpar.cost import GraphRun, Kernel, Step
 from graphpar.program import Region, holds_tensors, info
 from graphpar.snapshots import SNAPSHOT
 from graphpar.trace.fold import draws
-from graphpar.unfuse import gathered_bytes, is_fused
+from graphpar.unfuse import gathered_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +22,7 @@ class Regions:
     """Disjoint regions of one graph, and what they come to. ``kernels`` are those of the replays.
 
     ``members`` maps each node of a region to it. Of these, backward runs ``replayed`` again, on
-    the values that autograd keeps; the others only tell it what they keep. ``held`` are, of some
-    of those, the tensors among what their kernels make that are kept inside. ``saved`` are the
+    the values that autograd keeps. What the nodes ``held`` make is kept inside. ``saved`` are the
     storages (keys of :attr:`GraphRun.storages`) that are kept, state left out, and
     ``transient_bytes`` what the largest region makes anew at once.
     """
@@ -32,7 +30,7 @@ class Regions:
     order: tuple[fx.Node, ...]
     members: Mapping[fx.Node, Region] = field(default_factory=dict)
     replayed: frozenset[fx.Node] = frozenset()
-    held: Mapping[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    held: frozenset[fx.Node] = frozenset()
     saved: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     kernels: tuple[Kernel, ...] = ()
@@ -48,22 +46,8 @@ def replayable(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target not in _ONCE
 
 
-def holdable(step: Step) -> bool:
-    """Whether a second run can be given what the op makes: it takes the same kernels on tensors
-    without values. Sizes may not follow from values; of our own ops those that draw masks, and
-    those that reduce and scatter, take a way of the device's."""
-    target = step.node.target
-    if not isinstance(target, torch._ops.OpOverload) or _BY_VALUE.intersection(target.tags):
-        return False
-    if target.namespace != "graphpar":
-        return True
-    known = is_fused(step.node) or is_conversion(target)
-    return known and not any(k.collective == "reduce_scatter" for k in step.kernels)
-
-
 _ONCE = {torch.ops.graphpar.draw_seed.default, SNAPSHOT}
 _PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
-_BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def find_regions(run: GraphRun, replay: Iterable[fx.Node]) -> Regions:
@@ -100,11 +84,8 @@ class _Analysis:
 
     def groups(self, wanted: set[fx.Node]) -> list[set[fx.Node]]:
         """The nodes of each region."""
-        wanted = {node for node in wanted if self.makes[node]}
-        dropped = {s for node in wanted for s in self.makes[node]}
-        read = [s for node in wanted for s in self.steps[node].reads]
-        needed = dropped & {*read, *(s for step in self.run.steps for s in step.saves)}
-        members = {n for n in wanted if self.makes[n] & needed}
+        members = self._needed(wanted)
+        needed = {s for node in members for s in self.makes[node]}
         members |= {n for n, step in self.steps.items() if needed.intersection(step.saves)}
         stack = list(members)
         links: list[tuple[fx.Node, fx.Node]] = []
@@ -119,6 +100,16 @@ class _Analysis:
         found = nx.Graph(links)
         found.add_nodes_from(members)
         return self._closed([set(c) for c in nx.connected_components(found)])
+
+    def _needed(self, wanted: Collection[fx.Node]) -> set[fx.Node]:
+        """Those of the nodes whose values backward, or another one of them, reads."""
+        live = {s for step in self.run.steps for s in step.saves}
+        found = set[fx.Node]()
+        for node, step in reversed(self.steps.items()):
+            if node in wanted and not live.isdisjoint(self.makes[node]):
+                found.add(node)
+                live.update(step.reads)
+        return found
 
     def _closed(self, groups: list[set[fx.Node]]) -> list[set[fx.Node]]:
         """Groups grown until the graph of groups and other nodes has no cycle."""
@@ -176,7 +167,7 @@ class _Analysis:
         place = {node: i for i, node in enumerate(order)}
         members: dict[fx.Node, Region] = {}
         replayed: set[fx.Node] = set()
-        held: dict[fx.Node, tuple[int, ...]] = {}
+        held: set[fx.Node] = set()
         kept_storages: set[int] = set()
         kernels: list[Kernel] = []
         transient = 0
@@ -188,15 +179,15 @@ class _Analysis:
                 number=number,
                 kept=tuple(n.name for n in kept),
                 passed=tuple(n.name for n in passed),
-                random=any(map(random_by_generator, nodes)),
+                random=any(map(random_by_generator, again)),
             )
             members |= dict.fromkeys(nodes, region)
             replayed |= again
             held |= inside
-            for n, places in inside.items():
-                made = (self.steps[n].made[place] for place in places)
-                kept_storages |= {s for s in made if s is not None}
-            kernels += replayed_kernels([self.steps[n] for n in nodes], again)
+            for n in inside:
+                kept_storages |= self.makes[n] & live
+            for n in nodes:
+                kernels += self.steps[n].again if n in again else ()
             kept_storages |= {s for n in kept for s in self._storages(n)}
             transient = max(transient, self._transient([n for n in nodes if n in again]))
         outside = {s for n, step in self.steps.items() if n not in members for s in step.saves}
@@ -205,7 +196,7 @@ class _Analysis:
             order=tuple(order),
             members=members,
             replayed=frozenset(replayed),
-            held=held,
+            held=frozenset(held),
             saved=frozenset(saved),
             kept=frozenset(saved & kept_storages),
             kernels=tuple(kernels),
@@ -236,22 +227,26 @@ class _Analysis:
 
     def _again(
         self, nodes: Sequence[fx.Node], wanted: Collection[fx.Node]
-    ) -> tuple[set[fx.Node], set[int], dict[fx.Node, tuple[int, ...]]]:
-        """The nodes to run again, the storages that must have their values, and what is held."""
+    ) -> tuple[set[fx.Node], set[int], set[fx.Node]]:
+        """The nodes to run again, the storages that must have their values, and the nodes whose
+        are held. Of random draws those before one that is made again run again too."""
         live = {s for node in nodes for s in self.steps[node].saves}
         again: set[fx.Node] = set()
-        held: dict[fx.Node, tuple[int, ...]] = {}
+        held: set[fx.Node] = set()
+        draws = False
         for node in reversed(nodes):
-            needed = self.makes[node] & live
-            spared = needed and node not in wanted and holdable(self.steps[node])
-            if random_by_generator(node) or (needed and not spared):
+            random = random_by_generator(node)
+            if self.makes[node]:
+                needed = not live.isdisjoint(self.makes[node])
+                runs = (needed and node in wanted) or (draws and random)
+                if needed and not runs:
+                    held.add(node)
+            else:  # a view
+                runs = random or any(user in again for user in node.users)
+            if runs:
                 again.add(node)
                 live.update(self.steps[node].reads)
-            elif spared:
-                made = self.steps[node].made
-                held[node] = tuple(i for i, s in enumerate(made) if s in needed)
-        # Views of live storages cost nothing and carry them on.
-        again |= {n for n in nodes if not self.makes[n] and live.intersection(self.steps[n].reads)}
+                draws |= random
         return again, live, held
 
     def _arguments(

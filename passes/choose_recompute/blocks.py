@@ -114,7 +114,7 @@ def problem_of(
         saves = tuple(dict.fromkeys(place[s] for s in step.saves if s in place))
         if not made and not saves:
             continue
-        cost = round(total_us(times, step.again()) * PS)
+        cost = round(total_us(times, step.again) * PS)
         ops.append(
             Op(
                 cost_ps=cost if replayable(step.node) else None,

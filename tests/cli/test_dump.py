@@ -54,8 +54,9 @@ def test_what_backward_runs_again(graphpar: Command) -> None:
     command = "dump", MLP, "--tp", 2, "--sp"
     found = graphpar(*command, "--recompute", "full")
     assert found.code == 0
-    assert "    def region_0(run, x" in found.out
-    assert " = ops.recompute(region_0, [x" in found.out
+    assert "    def region_0(made, hold, x" in found.out
+    assert "    def again_0(made, x" in found.out
+    assert " = ops.recompute(region_0, again_0, [x" in found.out
     assert "  again in backward\n" in found.out
     assert "recompute 'full', no budget:" in found.err
     assert "region_0" not in graphpar(*command).out
