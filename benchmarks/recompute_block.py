@@ -12,7 +12,8 @@ of their points graphpar gets a budget of the same bytes.
 elements (sequence, batch, hidden size). "again" are FLOPs beyond one forward and backward, as a
 part of forward. "modelled" and "measured" are the times of forward and backward over those without
 recomputation; the former with this processor's measured rates, by which our plans are chosen, the
-latter of runs that are interleaved, medians, one thread. "gradient" is, of the same block and twice
+latter of runs that are interleaved, medians, one thread. "of peer" is our step over that of the
+peer above, in the same rounds. "gradient" is, of the same block and twice
 the bytes in float64, the difference of a directional derivative from finite differences of the same
 program, with the random numbers of forward repeated.
 """
@@ -157,6 +158,11 @@ class Variant:
         self.module.zero_grad()
         x.grad = None
         return seconds
+
+    def over(self, other: Variant) -> float:
+        """This variant's step over the other's."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
 
     def count(self, x: Tensor, times: Times) -> Variant:
         """Kept bytes, FLOPs and modelled time of one step."""
@@ -314,17 +320,19 @@ def rows(name: str, module: nn.Module, x: Tensor, times: Times, rounds: int) -> 
         own.error = gradient_error(again.forward, wide)
     module.float()
     ordered = [v for v in variants if v.base is None] + [plain]
+    above = {id(own): peer for peer, own in pairs}
     for peer, own in pairs:
         ordered += [peer, own]
     for each in ordered:
+        peer = above.get(id(each))
         base = each.base or each
-        ratio = statistics.median(a / b for a, b in zip(each.seconds, base.seconds, strict=True))
         yield [
             f"{name}: {each.name}",
             f"{each.kept / x.nbytes:.2f}",
             f"{(each.flops - base.flops) / forward_flops:.1%}",
             f"{each.us / base.us - 1:+.1%}",
-            f"{ratio - 1:+.1%}",
+            f"{each.over(base) - 1:+.1%}",
+            "" if peer is None else f"{each.over(peer):.3f}",
             f"{each.error:.0e}",
         ]
 
@@ -337,7 +345,15 @@ def main() -> None:
     times = Roofline(hardware=calibrate_cpu())
     torch._dynamo.config.recompile_limit = 64
     warnings.filterwarnings("ignore", module="torch")
-    head = ["block and variant", "kept, sbh", "again", "modelled", "measured", "gradient"]
+    head = [
+        "block and variant",
+        "kept, sbh",
+        "again",
+        "modelled",
+        "measured",
+        "of peer",
+        "gradient",
+    ]
     found = [row for each in blocks() for row in rows(*each, times, rounds)]
     title = "Recomputation in one block: at equal bytes, against PyTorch's"
     report("recompute_block", title, table(head, found))

@@ -62,6 +62,7 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
             "memory_bytes_per_us": f"{measured}; a copy of {source.nbytes} bytes",
             "memory_bytes": "the machine's physical memory",
             "launch_us": f"{measured}; an addition to one number",
+            "draws_hide": "no: a pass of its own, in which the processor waits for nothing else",
             "draws_per_us": f"{measured}; bernoulli_ of {numbers.numel()} numbers",
             "masks_per_us": f"{measured}; a mask of {numbers.numel()} numbers",
             "multiprocessors": "not modelled: the measured rates are of whole products",

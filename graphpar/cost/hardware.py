@@ -44,7 +44,8 @@ class Hardware:
     of it that the best products reach, ``launch_us`` the least time between two kernels.
     ``multiprocessors`` work on tiles of a product at once (0: it is not cut into tiles).
     ``draws_per_us`` are numbers from the device's generator, ``masks_per_us`` those of a counter
-    that :func:`graphpar.ops.seeded_dropout` makes, beside the traffic of the op itself.
+    that :func:`graphpar.ops.seeded_dropout` makes: while the op waits for memory
+    (``draws_hide``), or beside that.
     ``sources`` says for every field where its figure comes from.
     """
 
@@ -59,6 +60,7 @@ class Hardware:
     multiprocessors: int = 0
     draws_per_us: float = math.inf
     masks_per_us: float = math.inf
+    draws_hide: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_rate(self, dtype: torch.dtype) -> float:
@@ -112,6 +114,7 @@ def _gpu(
     tb_per_s: float,
     mib: int,
     multiprocessors: int,
+    mhz: int,
     nvlink_gb_per_s: float,
     network_gb_per_s: float,
     sheet: str,
@@ -126,6 +129,8 @@ def _gpu(
         memory_bytes=mib * MIB,
         launch_us=4.0,
         multiprocessors=multiprocessors,
+        draws_per_us=multiprocessors * mhz * INTEGER_LANES * 4 / (PHILOX_INSTRUCTIONS + 4),
+        draws_hide=True,
         nvlink=_link(nvlink_gb_per_s, _NVLINK_STEPS_US, _NVLINK_CHANNELS / multiprocessors),
         network=_link(network_gb_per_s, _NETWORK_STEPS_US, _NETWORK_CHANNELS / multiprocessors),
         sources={
@@ -136,7 +141,12 @@ def _gpu(
             "launch_us": _LAUNCH,
             "multiprocessors": f"{sheet}; tiles of 256 x 128 in waves: NVIDIA, Matrix "
             "Multiplication Background User's Guide, sections 2.3 and 3.2",
-            "draws_per_us": "not modelled: a fused kernel draws while it waits for memory",
+            "draws_per_us": f"{INTEGER_LANES} integer instructions per clock and multiprocessor "
+            f"(NVIDIA, CUDA C++ Programming Guide, Arithmetic Instructions, 8.0 and 9.0) at {mhz} "
+            f"MHz; for four numbers {PHILOX_INSTRUCTIONS} of Philox 4x32-10, both halves of two "
+            "products and two exclusive ors a round (Salmon et al. 2011), and a comparison each",
+            "draws_hide": "as other instructions do; dropout by itself is bound by memory "
+            "(T. Dao, flash-attention, issue 56)",
             "masks_per_us": "not modelled: a kernel of Triton (graphpar.ops.mask_kernel) reads the "
             "values and writes the results once, and its instructions issue in less time than that",
             "nvlink": f"{sheet}, half of the sum of both directions, at the 80% that nccl-tests "
@@ -146,6 +156,9 @@ def _gpu(
         },
     )
 
+
+INTEGER_LANES = 64
+PHILOX_INSTRUCTIONS = 10 * (2 * 2 + 2)
 
 _A100 = {
     torch.bfloat16: 312.0,
@@ -172,6 +185,7 @@ HARDWARE: Mapping[str, Hardware] = {
             tb_per_s=1.555,
             mib=40960,
             multiprocessors=108,
+            mhz=1410,
             nvlink_gb_per_s=240,
             network_gb_per_s=25,
             sheet="NVIDIA A100 data sheet, SXM4 40GB",
@@ -185,6 +199,7 @@ HARDWARE: Mapping[str, Hardware] = {
             tb_per_s=2.039,
             mib=81920,
             multiprocessors=108,
+            mhz=1410,
             nvlink_gb_per_s=240,
             network_gb_per_s=25,
             sheet="NVIDIA A100 data sheet, SXM4 80GB",
@@ -198,6 +213,7 @@ HARDWARE: Mapping[str, Hardware] = {
             tb_per_s=3.35,
             mib=81559,
             multiprocessors=132,
+            mhz=1755,
             nvlink_gb_per_s=360,
             network_gb_per_s=50,
             sheet="NVIDIA H100 data sheet, SXM5 80GB",
@@ -211,6 +227,7 @@ HARDWARE: Mapping[str, Hardware] = {
             tb_per_s=4.8,
             mib=143771,
             multiprocessors=132,
+            mhz=1755,
             nvlink_gb_per_s=360,
             network_gb_per_s=50,
             sheet="NVIDIA H200 data sheet, SXM5 141GB",

@@ -27,6 +27,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 TILE = 256, 128
 _DRAWS = {"bernoulli", "bernoulli_", "native_dropout", "rand", "rand_like", "randn", "randn_like"}
 _DRAWS |= {"dropout_mask", "dropout_bits", "uniform_", "normal_", "exponential_"}
+_BY_FORM = {"dropout_bits", "dropout_mask"}
 _LOOKUPS = {"embedding", "index_select", "gather", "index", "take"}
 
 
@@ -77,7 +78,7 @@ class KernelRecorder(TorchDispatchMode):
     """Appends a :class:`Kernel` to ``kernels`` for every op that computes or communicates.
 
     Views and allocations are none. FLOPs are those of torch's FlopCounterMode. A lookup reads the
-    rows that it returns, not the table.
+    rows that it returns, not the table; what makes a tensor like another one reads nothing.
     """
 
     def __init__(self) -> None:
@@ -169,6 +170,8 @@ def kernel_of(func: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         return None
     written = sum(map(touched_bytes, fresh or made[:1]))
     read = sum(map(touched_bytes, given))
+    if name in _BY_FORM or name.endswith("_like"):
+        read = 0
     if name in _LOOKUPS:
         read = written + sum(touched_bytes(x) for x in given if not x.is_floating_point())
     formula = flop_registry.get(func._overloadpacket) or _MORE_FLOPS.get(func._overloadpacket)

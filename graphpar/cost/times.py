@@ -114,7 +114,10 @@ class Roofline:
         arithmetic = _over(kernel.flops, rate)
         traffic = _over(kernel.bytes_moved, device.memory_bytes_per_us - taken)
         random = kernel.draws / device.draws_per_us + kernel.masks / device.masks_per_us
-        return max(arithmetic, traffic, device.launch_us) + _over(random, 1 - occupied)
+        random = _over(random, 1 - occupied)
+        if device.draws_hide:
+            return max(arithmetic, traffic, device.launch_us, random)
+        return max(arithmetic, traffic, device.launch_us) + random
 
 
 def _over(amount: float, rate: float) -> float:

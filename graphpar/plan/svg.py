@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from graphpar.passes.choose_recompute.budget import format_bytes
+from graphpar.passes.choose_recompute.budget import BINARY, format_bytes
 from graphpar.plan.curve import by_kind, memory_curve
 from graphpar.plan.step import StepPlan
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000, 420, 80, 190, 40, 44
 COLOURS = ("#4c78a8", "#72b7b2", "#54a24b", "#9d755d", "#f58518", "#e45756")
 COLUMNS = 2000
-UNITS = "B", "KiB", "MiB", "GiB", "TiB"
 
 
 def memory_svg(step: StepPlan, device: int, title: str) -> str:
@@ -58,13 +57,13 @@ def memory_svg(step: StepPlan, device: int, title: str) -> str:
         )
         legend -= 20
         below = above
-    power = min(int(math.log(top, 1024)), len(UNITS) - 1)
+    power = min(int(math.log(top, 1024)), len(BINARY) - 1)
     unit = 1024**power
     for many in _ticks(top / unit):
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(many * unit):.1f}" '
             f'y2="{y(many * unit):.1f}" stroke="#00000022"/><text x="{LEFT - 6}" '
-            f'y="{y(many * unit) + 4:.1f}" text-anchor="end">{many:g} {UNITS[power]}</text>'
+            f'y="{y(many * unit) + 4:.1f}" text-anchor="end">{many:g} {BINARY[power]}</text>'
         )
     second_us, word = (1e6, "s") if end_us >= 1e7 else (1e3, "ms")
     for many in _ticks(end_us / second_us):

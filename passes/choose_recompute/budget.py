@@ -8,7 +8,8 @@ from graphpar.errors import InputError
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+BINARY = ("B", *(f"{p}iB" for p in "KMGT"))
+_UNITS |= {unit: 1024**i for i, unit in enumerate(BINARY)}
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*")
 
 
@@ -37,5 +38,5 @@ def format_bytes(nbytes: int) -> str:
     """``1234567`` → ``1.18 MiB``; below 10 KiB in bytes."""
     if nbytes < 10240:
         return f"{nbytes} B"
-    power = min(nbytes.bit_length() // 10, 4)
-    return f"{nbytes / 1024**power:.2f} {'KMGT'[power - 1]}iB"
+    power = min(nbytes.bit_length() // 10, len(BINARY) - 1)
+    return f"{nbytes / 1024**power:.2f} {BINARY[power]}"

@@ -94,7 +94,7 @@ def test_a_roofline_is_arithmetic_or_traffic_or_launch() -> None:
 def test_random_numbers_have_a_price() -> None:
     """By the op alone: the mask of a seeded dropout is made within it, on a GPU by one kernel."""
     gpu = find_hardware("h100")
-    device = replace(gpu, draws_per_us=100.0, masks_per_us=50.0)
+    device = replace(gpu, draws_per_us=100.0, masks_per_us=50.0, draws_hide=False)
     x = torch.empty(4000, 1000, device="meta")
     seed = torch.zeros(2, dtype=torch.int64)
     with KernelRecorder() as recorder:
@@ -104,8 +104,19 @@ def test_random_numbers_have_a_price() -> None:
     draw, mask, plain = map(Roofline(hardware=device).kernel_us, recorder.kernels)
     assert draw - plain == pytest.approx(x.numel() / 100)
     assert mask - plain == pytest.approx(x.numel() / 50)
+    hidden = Roofline(hardware=replace(device, draws_hide=True))
+    assert hidden.kernel_us(recorder.kernels[0]) == pytest.approx(x.numel() / 100)
     fused = Roofline(hardware=gpu).kernel_us(recorder.kernels[1])
     assert fused == pytest.approx(2 * x.nbytes / gpu.memory_bytes_per_us, rel=1e-3)
+
+
+def test_what_makes_a_tensor_like_another_one_does_not_read_it() -> None:
+    x = torch.empty(1000, 1000, device="meta")
+    seed = torch.zeros(2, dtype=torch.int64)
+    with KernelRecorder() as recorder:
+        torch.rand_like(x)
+        torch.ops.graphpar.dropout_bits(x, seed, 0.1, 0, 0)
+    assert [kernel.bytes_moved for kernel in recorder.kernels] == [x.nbytes, x.numel()]
 
 
 def test_times_are_an_argument() -> None:

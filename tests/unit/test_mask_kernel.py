@@ -22,6 +22,7 @@ from graphpar.codegen.sparse_rnn.compile import Compiled, Order, compile_all
 from graphpar.codegen.sparse_rnn.devices import DEVICES, WARP
 from graphpar.codegen.sparse_rnn.emit import load
 from graphpar.cost import find_hardware
+from graphpar.cost.hardware import PHILOX_INSTRUCTIONS
 from graphpar.ops import mask_kernel, mask_launch, philox, seeded
 from graphpar.ops.mask_launch import TYPES, Runs, arguments, masked_part, runs_of
 from graphpar.types import Shard, local_shape
@@ -294,3 +295,11 @@ def assert_hidden(found: Compiled, size: int) -> None:
     for hardware in map(find_hardware, names):
         issued = hardware.multiprocessors * device.clocks_per_us * 4 * WARP
         assert each / issued < 2 * size / hardware.memory_bytes_per_us
+
+
+def test_the_cost_model_counts_philox_as_it_is_compiled() -> None:
+    for found in compile_all([order("bf16", "sm_80"), order("bf16", "sm_90")]):
+        count = (
+            len(re.findall(r"^\s+/\*\w+\*/\s+(?:IMAD\.HI|IMAD|LOP3)\b", found.sass, re.M)) / EACH
+        )
+        assert PHILOX_INSTRUCTIONS <= count <= 1.5 * PHILOX_INSTRUCTIONS
