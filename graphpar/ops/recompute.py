@@ -148,7 +148,7 @@ def _unpack(slot: _Slot) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """Lets autograd keep tensors, so that its hooks see them, as long as its node lives."""
+    """Lets autograd keep tensors, so that its hooks see them, as long as its result lives."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *values: Tensor) -> Tensor:
@@ -169,10 +169,11 @@ class _Frame:
         self._known: dict[int, _Source] = {}  # by the id of their memory
         self._unknown: dict[int, list[tuple[int, Tensor]]] = {}
         self._uses: dict[int, list[tuple[int, _Source, _Form]]] = {}
+        self._kept: dict[Any, tuple[Tensor, list[int]]] = {}  # and the slots of each
         self._inner: dict[int, _Inner] = {}
-        self._node: Any = None
-        self._given = 0
-        self._task, self._ready = -1, dict[int, Tensor]()
+        self._keeper: Any = None
+        self._slots: list[list[int]] = []  # of the last values that are kept
+        self._ready: dict[int, Tensor] = {}
 
     def pack(self, x: Tensor) -> _Slot:
         number = self._count
@@ -186,8 +187,13 @@ class _Frame:
         return self, number
 
     def _use(self, slot: int, source: _Source, x: Tensor) -> None:
-        """The slot is for the tensor of the source, or for another one in its memory."""
-        self._uses.setdefault(source.number, []).append((slot, source, _form(x)))
+        """The slot is for ``x``, the tensor of the source or another one in its memory. What is
+        kept is kept in each form: hooks may put it elsewhere."""
+        form = _form(x)
+        if source.number == _KEPT:
+            self._kept.setdefault((source.place, form), (x, []))[1].append(slot)
+        else:
+            self._uses.setdefault(source.number, []).append((slot, source, form))
 
     def know(self, x: Tensor, number: int, place: int) -> None:
         """The second run has ``x``."""
@@ -226,37 +232,36 @@ class _Frame:
         """Keep what :func:`recompute` passes on to ``again``, and all that is still unknown."""
         if not self._count:
             return
-        for place, x in enumerate(given):
+        others = [found[0][1] for found in self._unknown.values()]
+        for place, x in enumerate([*given, *others]):
             self.know(x, _KEPT, place)
-        values = list(given)
-        for found in list(self._unknown.values()):
-            self.know(found[0][1], _KEPT, len(values))
-            values.append(found[0][1])
+        values = [*given, *(x for x, _ in self._kept.values())]
+        self._slots = [slots for _, slots in self._kept.values()]
+        self._kept.clear()
         self._known.clear()
-        self._given = len(given)
         anchor = torch.empty(0, requires_grad=True)
         kept = [x.detach() for x in values]
-        self._node = _Keep.apply(anchor, *kept).grad_fn  # type: ignore[no-untyped-call]
+        self._keeper = _Keep.apply(anchor, *kept)  # type: ignore[no-untyped-call]
 
     # --- the second run ---
 
     def value(self, slot: int) -> Tensor:
-        """What belongs into a slot; once in a backward, of which one run makes all."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:  # somebody looks at what autograd keeps
+        """What belongs into a slot; one run makes it for all, each of which takes it once."""
+        if torch._C._current_graph_task_id() == -1:  # somebody looks at what autograd keeps
             return self._run()[slot]
-        if task != self._task or slot not in self._ready:
-            self._task, self._ready = task, self._run()
+        if slot not in self._ready:
+            self._ready = self._run()
         return self._ready.pop(slot)
 
     def _run(self) -> dict[int, Tensor]:
-        saved = self._node.saved_tensors
+        saved = self._keeper.grad_fn.saved_tensors
+        count = len(saved) - len(self._slots)
         ready: dict[int, Tensor] = {}
-        for slot, source, form in self._uses.get(_KEPT, ()):
-            ready[slot] = _placed(saved[source.place], source.form, form)
+        for x, slots in zip(saved[count:], self._slots, strict=True):
+            ready |= dict.fromkeys(slots, x)
         random = nullcontext() if self._generators is None else self._generators.restored()
         with torch.no_grad(), autocast_off(), random:
-            self._again(partial(self._made_again, ready), *saved[: self._given])
+            self._again(partial(self._made_again, ready), *saved[:count])
         return ready
 
     def _made_again(

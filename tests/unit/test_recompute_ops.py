@@ -75,7 +75,21 @@ def test_values_gradients_and_bytes() -> None:
 
 
 def test_second_derivatives() -> None:
+    """The second run has no graph of its own, though the backward around it has."""
     assert torch.autograd.gradgradcheck(run, [leaf()])
+    x, seen = leaf(), list[bool]()
+
+    def watched(y: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        return y * 2
+
+    (found,) = ops.recompute(
+        lambda made, hold, y: ([made(0, watched, y).sin()], []),
+        lambda made, y: made(0, watched, y),
+        [x],
+    )
+    torch.autograd.grad(found.sum(), x, create_graph=True)
+    assert seen == [True, False]
 
 
 def test_hooks_of_the_user_see_what_is_kept() -> None:
@@ -90,6 +104,22 @@ def test_hooks_of_the_user_see_what_is_kept() -> None:
     assert [value.nbytes for value in seen] == [BYTES, BYTES]
     (gradient,) = torch.autograd.grad(found.sum(), x)
     assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
+
+
+def test_hooks_of_the_user_may_put_what_is_kept_elsewhere() -> None:
+    """Of a part of a tensor its values alone: other views of it are kept too."""
+    x = leaf(size=8)
+
+    def region(made: Ops, hold: Ops, y: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        part = y.view(2, 3).t()[1:]
+        return [(made(0, torch.exp, y).view(2, 3).t()[1:] * part * part.sin()).sum() * y.cos()], []
+
+    with saved_tensors_hooks(lambda value: value.clone(), lambda value: value):
+        (found,) = ops.recompute(region, lambda made, y: made(0, torch.exp, y), [(x * 1)[2:]])
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    (direct,), _ = region(lambda _, op, *args: op(*args), lambda op, *args: op(*args), x[2:])
+    expected = torch.autograd.grad(direct.sum(), x)[0]
+    torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
 
 
 def test_inside_of_a_checkpoint() -> None:
@@ -115,7 +145,7 @@ def views(made: Ops, x: Tensor) -> Tensor:
     and a part of that which is to be negated."""
     y = made(0, torch.mul, x, 1 + 2j)
     part = y[2:].view(2, 2).t()
-    numbers = torch.view_as_real(y).sin().sum() + y.conj().imag.sin().sum()
+    numbers = torch.view_as_real(y).sin().sum() + y.conj().imag.square().sum()
     total: Tensor = numbers + (part * part).real.sum() + (y.conj() * y).real.sum()
     return total
 
