@@ -32,7 +32,6 @@ from graphpar.state import (
     distribute,
     full_state,
     in_pieces,
-    is_native,
     moved,
     named_state,
     packed_types,
@@ -205,11 +204,10 @@ class ParallelModule(Container):
         return nn.Parameter(local, requires_grad=value.requires_grad)
 
     def _show_whole(self) -> None:
-        """Let ``full_tensor`` of parameters and gradients that DTensor has no placement for give
-        the original's."""
+        """Let ``full_tensor`` of parameters and gradients of several blocks give the original's."""
         kinds = packed_types(self.program.state.values())
         for name, parameter in self.named_parameters():  # each once
-            if isinstance(parameter, DTensor) and not is_native(kinds.get(name, I)):
+            if isinstance(parameter, DTensor) and name in kinds:
                 with_full_tensor(parameter, kinds[name])
                 if parameter.requires_grad:
                     hook = partial(show_whole_gradient, kinds[name])

@@ -43,6 +43,12 @@ def is_native(kind: Type) -> bool:
     return not isinstance(kind, Shard) or (len(set(kind.blocks)) == 1 and not kind.units)
 
 
+def is_plain(kind: Type) -> bool:
+    """Whether the parts are even and of one block, so that a DTensor's own ``full_tensor`` gives
+    the whole (of equal blocks torch 2.11's does not)."""
+    return not isinstance(kind, Shard) or (len(kind.blocks) == 1 and not kind.units)
+
+
 def local_part(whole: Tensor, kind: Type, rank: int, ranks: int) -> Tensor:
     """A contiguous copy of what ``rank`` holds of ``whole``, padded to what the first rank does."""
     part = cut(whole, kind, rank, ranks) if isinstance(kind, Shard) else whole
@@ -90,7 +96,7 @@ def in_pieces(value: DTensor, kind: Shard) -> DTensor:
     made = _with_local(value, local, shape)
     for protocol in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
         setattr(made._local_tensor, protocol, getattr(wrapper, protocol))
-    return made if is_native(kind) else with_full_tensor(made, kind)
+    return made if is_plain(kind) else with_full_tensor(made, kind)
 
 
 def from_pieces(value: DTensor, like: DTensor) -> DTensor:
@@ -155,7 +161,7 @@ def packed_types(states: Iterable[State]) -> dict[str, Shard]:
         name: state.type
         for state in states
         for name in state.names
-        if isinstance(state.type, Shard) and (len(state.type.blocks) > 1 or state.type.units)
+        if isinstance(state.type, Shard) and not is_plain(state.type)
     }
 
 
