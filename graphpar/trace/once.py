@@ -39,7 +39,8 @@ from graphpar.trace.repeated import repeated_modules
 from graphpar.trace.report import LayerTrace
 
 _LIBRARY = torch.library.Library("graphpar_trace", "FRAGMENT")
-_LIBRARY.define("run(Tensor[] inputs, int number) -> Tensor[]")
+# Of an op with another tag, or none, the tracer keeps copies of the operands.
+_LIBRARY.define("run(Tensor[] inputs, int number) -> Tensor[]", tags=(torch.Tag.flexible_layout,))
 RUN = torch.ops.graphpar_trace.run.default
 """``run(inputs, number)`` in an exported graph: the calls of the run of that number."""
 
@@ -260,8 +261,16 @@ def _modes_of_others() -> bool:
     return not all(type(m).__module__.startswith("torch.") or type(m) is Elsewhere for m in modes)
 
 
+class _Computed(torch.autograd.function._SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, start: Tensor) -> Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+
 def _leave_leaves(value: Tensor) -> None:
     """Make ``value`` a tensor that was computed from one with a gradient, as it claims to be."""
-    with torch.enable_grad():
+    with torch._C._DisableTorchDispatch(), torch.enable_grad():
+        start = torch.empty((), device="meta", requires_grad=True)
         value.requires_grad_(False)
-        value.add_(torch.zeros_like(value, requires_grad=True))
+        _Computed.apply(value, start)  # type: ignore[attr-defined]  # runs no op
