@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from graphpar.collector import collector_paused
 from graphpar.container import Container, mirror, place
 from graphpar.errors import CheckpointError, GraphparError, MeshError
 from graphpar.interpret import autocast_off, model_state
@@ -25,7 +26,7 @@ from graphpar.ops.kernels import name_on_rank
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
-from graphpar.runtime import collector_paused, compile_program, select, write_buffers
+from graphpar.runtime import compile_program, select, write_buffers
 from graphpar.state import (
     cut_whole_tensors,
     distribute,
