@@ -35,6 +35,7 @@ from graphpar.trace.events import (
     state,
 )
 from graphpar.trace.layer import Layer
+from graphpar.trace.parameters import quick_parameters
 from graphpar.trace.patches import Patch, patched
 from graphpar.trace.questions import Elsewhere, Functions, Questions
 from graphpar.trace.repeated import repeated_modules
@@ -74,6 +75,7 @@ class Once:
             (tracer, "call_module", self._calls(tracer.call_module)),
             (tracer, "create_node", self._nodes(tracer.create_node)),
             (mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
+            quick_parameters(),
             # Graphs that are read, not run, and know all sizes, do without: a tenth of the time.
             (fx.GraphModule, "recompile", _nothing),
             (proxy_tensor, "_extract_tensor_metadata", _nothing),
