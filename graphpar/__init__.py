@@ -45,11 +45,14 @@ if not TYPE_CHECKING:  # a type checker would let any name pass
 
     def __getattr__(name: str) -> Any:
         """What the package offers, imported at its first use: torch.export alone takes seconds."""
-        if name == "testing":
-            return import_module("graphpar.testing")
-        if name not in _HOMES:
-            raise AttributeError(f"module 'graphpar' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        from graphpar.collector import collector_paused
+
+        with collector_paused():
+            if name == "testing":
+                return import_module("graphpar.testing")
+            if name not in _HOMES:
+                raise AttributeError(f"module 'graphpar' has no attribute {name!r}")
+            value = globals()[name] = getattr(import_module(_HOMES[name]), name)
         return value
 
 

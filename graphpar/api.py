@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphpar.collector import collector_paused
 from graphpar.cost import CostModel, Hardware, Roofline, find_hardware
 from graphpar.errors import InputError
 from graphpar.mesh import check_tp, find_mesh
 from graphpar.parallel_module import ParallelModule
 from graphpar.passes.choose_recompute import parse_bytes
 from graphpar.pipeline import Pipeline, default_pipeline
-from graphpar.runtime import collector_paused
 from graphpar.trace import Tracer, example_inputs
 from graphpar.types import Type
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from graphpar.collector import collector_paused
 from graphpar.container import Container, mirror, place
 from graphpar.errors import CheckpointError, GraphparError, MeshError
 from graphpar.interpret import model_state
@@ -26,7 +27,7 @@ from graphpar.ops.modes import autocast_off
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.printer import format_python
 from graphpar.program import Program, program_hash
-from graphpar.runtime import collector_paused, compile_program, select, write_buffers
+from graphpar.runtime import compile_program, select, write_buffers
 from graphpar.state import (
     cut_whole_tensors,
     distribute,
@@ -40,9 +41,9 @@ from graphpar.state import (
     unsharded,
     with_full_tensor,
 )
-from graphpar.trace import Tracer, bind, call_key, flatten, signature_of, unflatten
+from graphpar.trace import Tracer, bind, call_key, flatten, signature_of, skeleton, unflatten
 from graphpar.trace.fold import draws
-from graphpar.trace.skeleton import all_on_meta, hollow_on, on_meta, skeleton
+from graphpar.trace.skeleton import all_on_meta, hollow_on, on_meta, wholly_on_meta
 from graphpar.types import I, Shard, Type
 
 PipelineOf = Callable[[Mapping[str, Type] | None, Mapping[str, Tensor] | None], Pipeline]
@@ -187,7 +188,8 @@ class ParallelModule(Container):
                 memo[id(value)] = self._own(value, kinds[name].type, id(value) in buffers)
             place(self, name, memo[id(value)], persistent=name in persistent)
         self._show_whole()
-        self._originals[0] = skeleton(model)
+        same = self._empty and wholly_on_meta(model)
+        self._originals[0] = self._sources[0] if same else skeleton(model)
         if not self._empty:
             self._sources[0] = self._originals[0]
         self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]

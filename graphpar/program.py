@@ -142,7 +142,8 @@ def info(node: fx.Node) -> Info:
 
 
 def set_info(node: fx.Node, value: Info) -> None:
-    node.meta = {_SLOT: value}
+    # Node's own __setattr__ puts the node into the graph's table of ops anew.
+    object.__setattr__(node, "meta", {_SLOT: value})
 
 
 def annotate(node: fx.Node, **changes: Any) -> None:

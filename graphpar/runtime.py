@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +13,6 @@ from torch import Tensor, nn
 from graphpar.local import local, local_all
 from graphpar.printer import format_python
 from graphpar.program import Program
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Within, Python looks for no cycles: tracing makes many objects, nearly all of which stay, and
-    the collector would walk them again and again (a third of the time)."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def compile_program(program: Program, group: str = "tp", rank: int = 0) -> Callable[..., list[Any]]:

@@ -203,7 +203,9 @@ class _Tree:
                 if not part:
                     break
                 prefix = f"{prefix}.{part}" if prefix else part
-                span = span.children.setdefault(prefix, _Span(prefix, [], program))
+                if prefix not in span.children:
+                    span.children[prefix] = _Span(prefix, [], program)
+                span = span.children[prefix]
                 _, previous = last.get(id(span), (span, position - 1))
                 span.contiguous &= previous == position - 1
                 last[id(span)] = span, position

@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch import nn
 
 from graphpar.cli.loading import Loaded
+from graphpar.collector import collector_paused
 from graphpar.errors import GraphparError
 from graphpar.interpret import model_state
 from graphpar.pipeline import Pipeline, format_pipeline, run_pipeline
 from graphpar.program import Program
-from graphpar.runtime import collector_paused
 from graphpar.trace import trace
 from graphpar.verify import verify
 

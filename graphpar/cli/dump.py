@@ -10,6 +10,7 @@ from graphpar.cli.build import build_stages, with_weights
 from graphpar.cli.counts import format_counts, format_report
 from graphpar.cli.loading import HELP, load_model
 from graphpar.cli.output import Terminal
+from graphpar.collector import collector_paused
 from graphpar.errors import InputError
 from graphpar.formats import FORMATS
 from graphpar.mesh import check_tp
@@ -65,14 +66,15 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     )
     if options.stage:
         pipeline = until(pipeline, options.stage)
-    loaded = load_model(options.model)
-    pipeline = with_weights(pipeline, loaded.module)
     stages: dict[str, Program] = {}
-    try:
-        build_stages(loaded, pipeline, stages.__setitem__)
-    finally:  # after a failure, the stages until then
-        if options.all_stages or len(stages) == len(pipeline) + 1:
-            show(stages, options, terminal)
+    with collector_paused():  # for longer than its parts do: all ends soon
+        loaded = load_model(options.model)
+        pipeline = with_weights(pipeline, loaded.module)
+        try:
+            build_stages(loaded, pipeline, stages.__setitem__)
+        finally:  # after a failure, the stages until then
+            if options.all_stages or len(stages) == len(pipeline) + 1:
+                show(stages, options, terminal)
     program = list(stages.values())[-1]
     terminal.say(format_counts(program))
     if report := format_report(program):

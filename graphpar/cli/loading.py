@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpar.collector import collector_paused
 from graphpar.errors import InputError
 from graphpar.provenance import Source
 from graphpar.trace import bind, example_inputs
@@ -46,7 +47,8 @@ def load_model(text: str) -> Loaded:
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
         raise InputError(f"MODEL is package.module:callable or file.py:callable, not {text!r}")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    with collector_paused():
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found = _attribute(module, place, name)
     torch.manual_seed(0)
     made = found if isinstance(found, nn.Module) else _call(found, name)

@@ -7,6 +7,8 @@ graphpar; 130 interrupted; 141 the reader of the output went away.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 
 from graphpar.cli.output import Terminal, describe, shown_warnings
+from graphpar.collector import collector_paused
 from graphpar.errors import GraphparError
 
 COMMANDS = ("dump", "plan", "verify", "codegen", "demo")
@@ -22,6 +25,7 @@ MEND, FAULT, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit code."""
+    atexit.register(gc.freeze)  # at its end Python looks for garbage among all objects: seconds
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")  # the dump has "×" and "…"
@@ -48,7 +52,8 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in (command,) if command in COMMANDS else COMMANDS:
-        module = import_module(f"graphpar.cli.{name}")
+        with collector_paused():
+            module = import_module(f"graphpar.cli.{name}")
         module.add_parser(commands).add_argument(
             "--traceback", action="store_true", help="print the traceback of an error"
         )

@@ -52,19 +52,36 @@ class Looks:
     def fake(self, mode: FakeTensorMode) -> Tensor:
         """A tensor that looks so, made without running an op."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            elements = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-            if self.offset:
-                last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-                memory = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
-                elements = memory.as_strided(self.shape, self.stride, self.offset)
-            return FakeTensor(mode, elements.requires_grad_(self.requires_grad), self.device)
+            return FakeTensor(mode, self._elements(), self.device)
+
+    def again(self, first: Tensor) -> Tensor:
+        """Another one. What is the same for all, Python's attributes, it has from ``first``, which
+        :meth:`fake` made and nobody else has: setting them is most of the time else."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            made = Tensor._make_subclass(
+                FakeTensor,
+                self._elements(),
+                self.requires_grad,
+                dispatch_device=True,
+                device_for_backend_keys=self.device,
+            )
+            vars(made).update(vars(first))
+        return made
+
+    def _elements(self) -> Tensor:
+        elements = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        if self.offset:
+            last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+            memory = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
+            elements = memory.as_strided(self.shape, self.stride, self.offset)
+        return elements.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """One tensor that an op gave. ``place``: where among several; ``same``: the operand that it
     is, by its number; else what it looks like. ``constant``: its value, which Python may read;
-    ``within``: the operand whose constant it is a view of."""
+    ``within``: the operand whose constant it is a view of. ``first``: one that looks so."""
 
     place: int | None
     same: int | None
@@ -72,12 +89,15 @@ class Result:
     mode: FakeTensorMode
     constant: Tensor | None
     within: int | None
+    first: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     def fake(self, whole: Tensor | None) -> Tensor:
         """A tensor that looks like this result; ``whole``: the operand that it is ``within``."""
         assert self.looks is not None
         if self.constant is None:
-            return self.looks.fake(self.mode)
+            if not self.first:
+                self.first.append(self.looks.fake(self.mode))
+            return self.looks.again(self.first[0])
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             if whole is None:
                 value = self.constant.clone()

@@ -29,6 +29,7 @@ def finish(
             graph.erase_node(node)
     names = graph._graph_namespace = _Namespace()
     constants: dict[str, Tensor] = {}
+    specs: dict[Any, Spec] = {}
     for node in graph.nodes:
         fact = builder.facts[node]
         if node.op == "get_attr" and node.target in builder.constants:
@@ -36,7 +37,10 @@ def finish(
             constants[name] = builder.constants[node.target]
             node.target = name
         node.name = names.create_name(_candidate(node), node)
-        set_info(node, Info(_spec(fact), fact.source))
+        same = id(fact.val), fact.grad  # layers traced once share their values
+        if same not in specs:
+            specs[same] = _spec(fact)
+        set_info(node, Info(specs[same], fact.source))
     set_info(graph.output(tuple(outputs)), Info(None, start))
     return constants
 

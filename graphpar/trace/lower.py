@@ -39,6 +39,10 @@ _CHECKS = {
 _CONTIGUOUS = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 # In torch 2.11 an export says that their states have a dimension more than they have.
 _RECURRENCES = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+_TRAINING: dict[Any, str] = {
+    aten.batch_norm.default: "training",
+    aten.instance_norm.default: "use_input_stats",
+}
 _BY_VALUE = (
     "depends on the values of tensors; compute with tensors instead (torch.where, masks, padding), "
     "or take the decision outside the model"
@@ -67,12 +71,11 @@ def module_path(node: fx.Node) -> str:
 
 def updates_statistics(node: fx.Node) -> bool:
     """Whether the node writes running statistics, which the schemas of norms do not say."""
-    names = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
-    if node.target not in names:
+    name = _TRAINING.get(node.target)
+    if name is None:
         return False
     call = (node.target, node.args, node.kwargs)
-    training = argument(call, names[node.target])
-    return bool(training) and argument(call, "running_mean") is not None
+    return bool(argument(call, name)) and argument(call, "running_mean") is not None
 
 
 def _casts_operand(part: fx.Node) -> bool:

@@ -18,6 +18,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._export import utils as export_utils
+from torch.export import _trace
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -33,13 +35,15 @@ from graphpar.trace.events import (
     state,
 )
 from graphpar.trace.layer import Layer
+from graphpar.trace.parameters import quick_parameters
 from graphpar.trace.patches import Patch, patched
 from graphpar.trace.questions import Elsewhere, Functions, Questions
 from graphpar.trace.repeated import repeated_modules
 from graphpar.trace.report import LayerTrace
 
 _LIBRARY = torch.library.Library("graphpar_trace", "FRAGMENT")
-_LIBRARY.define("run(Tensor[] inputs, int number) -> Tensor[]")
+# Of an op with another tag, or none, the tracer keeps copies of the operands.
+_LIBRARY.define("run(Tensor[] inputs, int number) -> Tensor[]", tags=(torch.Tag.flexible_layout,))
 RUN = torch.ops.graphpar_trace.run.default
 """``run(inputs, number)`` in an exported graph: the calls of the run of that number."""
 
@@ -71,8 +75,13 @@ class Once:
             (tracer, "call_module", self._calls(tracer.call_module)),
             (tracer, "create_node", self._nodes(tracer.create_node)),
             (mode, "__torch_dispatch__", self._ops(mode.__torch_dispatch__)),
-            # Code of graphs that are read, not run: a twentieth of the time.
-            (fx.GraphModule, "recompile", lambda graph: None),
+            quick_parameters(),
+            # Graphs that are read, not run, and know all sizes, do without: a tenth of the time.
+            (fx.GraphModule, "recompile", _nothing),
+            (proxy_tensor, "_extract_tensor_metadata", _nothing),
+            (_trace, "_replace_unbacked_bindings", _nothing),
+            (export_utils, "insert_deferred_runtime_asserts", _nothing),
+            (export_utils, "_insert_aten_to_metadata_assert_pass", _nothing),
         ]
         with patched(patches):
             yield
@@ -254,14 +263,26 @@ class Once:
         proxy_tensor.track_tensor_tree(value, item, constant=constant, tracer=self.tracer)
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a function."""
+
+
 def _modes_of_others() -> bool:
     """Whether a mode is on that is not torch's: it may count how often it is asked."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return not all(type(m).__module__.startswith("torch.") or type(m) is Elsewhere for m in modes)
 
 
+class _Computed(torch.autograd.function._SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, start: Tensor) -> Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+
 def _leave_leaves(value: Tensor) -> None:
     """Make ``value`` a tensor that was computed from one with a gradient, as it claims to be."""
-    with torch.enable_grad():
+    with torch._C._DisableTorchDispatch(), torch.enable_grad():
+        start = torch.empty((), device="meta", requires_grad=True)
         value.requires_grad_(False)
-        value.add_(torch.zeros_like(value, requires_grad=True))
+        _Computed.apply(value, start)  # type: ignore[attr-defined]  # runs no op

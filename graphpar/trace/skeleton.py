@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from graphpar.errors import TraceError
 
-_PLAIN = (dict, OrderedDict, set, list)
+_CONTAINERS = (dict, OrderedDict, set, list)
+_ATOMS = frozenset({bool, int, float, str, type(None)})
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -25,14 +27,19 @@ def skeleton(model: nn.Module) -> nn.Module:
         TraceError: something in the module cannot be deep-copied.
     """
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        # A module has a dozen containers for hooks: making empty ones is most of the time else.
-        memo |= {id(v): type(v)() for v in vars(module).values() if type(v) in _PLAIN and not v}
-        for tensor in _tensors(vars(module)):
-            if id(tensor) not in memo:
-                hollow = isinstance(tensor, nn.Parameter) or tensor.requires_grad
-                memo[id(tensor)] = _hollow(tensor) if hollow else _copy(tensor)
+    modules = list(model.modules())
+    for module in modules:
+        for value in vars(module).values():
+            # A module has a dozen containers for hooks: making empty ones is most of the time else.
+            if type(value) in _CONTAINERS and not value:
+                memo[id(value)] = type(value)()
+                continue
+            for tensor in () if type(value) in _ATOMS else _tensors(value):
+                if id(tensor) not in memo:
+                    hollow = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+                    memo[id(tensor)] = _hollow(tensor) if hollow else _copy(tensor)
     try:
+        _copy_modules(modules, memo)
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise TraceError(
@@ -40,18 +47,46 @@ def skeleton(model: nn.Module) -> nn.Module:
         ) from error
 
 
+def _copy_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
+    """Put copies of modules that are copied as objects are by default into ``memo``: so
+    ``deepcopy`` makes them, which also copies every attribute's name."""
+    states: dict[int, Any] = {}
+    for module in modules:
+        kind = type(module)
+        if hasattr(kind, "__deepcopy__") or kind in copyreg.dispatch_table:
+            continue
+        reduced: Any = module.__reduce_ex__(4)
+        make, arguments, state, *rest = reduced if isinstance(reduced, tuple) else (None,) * 3
+        plain = make is copyreg.__newobj__ and arguments == (kind,)  # type: ignore[attr-defined]
+        if plain and type(state) is dict and not any(rest):
+            memo[id(module)], states[id(module)] = kind.__new__(kind), state
+    for each, state in reversed(states.items()):  # children before those that hold them
+        memo[each].__setstate__(
+            {
+                name: value if type(value) in _ATOMS else copy.deepcopy(value, memo)
+                for name, value in state.items()
+            }
+        )
+
+
 def on_meta(model: nn.Module) -> bool:
     """Whether a parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
+def wholly_on_meta(module: nn.Module, recurse: bool = True) -> bool:
+    """Whether all parameters and buffers are on the meta device."""
+    held = (*module.parameters(recurse), *module.buffers(recurse))
+    return all(value.is_meta for value in held)
+
+
 def all_on_meta(model: nn.Module) -> nn.Module:
     """A skeleton of which everything is on the meta device."""
     made = skeleton(model)
-    for module in made.modules():
-        held = (*module._parameters.values(), *module._buffers.values())
-        if not all(value is None or value.is_meta for value in held):
-            module._apply(lambda value: value.to("meta"), recurse=False)
+    if not wholly_on_meta(made):
+        for module in made.modules():
+            if not wholly_on_meta(module, recurse=False):
+                module._apply(lambda value: value.to("meta"), recurse=False)
     return made
 
 
@@ -83,12 +118,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's own attributes, and in containers there."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if type(item) not in _ATOMS:
+                yield from _tensors(item)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -79,8 +79,24 @@ def _fake_results(
 ) -> tuple[TensorSpec | None, ...]:
     """What the op gives on tensors of the given specs; it depends on nothing else.
 
-    ``leaves`` are the types of the arguments: 1 and 1.0 are one key without them.
+    ``leaves`` are the types of the arguments: 1 and 1.0 are one key without them. Fake tensors
+    know the rules of devices. Where there is only one, the meta device knows all else, in a tenth
+    of the time: fake tensors run the same kernels.
     """
+    specs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, TensorSpec)]
+    if len({spec.device for spec in specs}) == 1 and not {torch.device, str} & set(leaves):
+        try:
+            return _results(target, args, kwargs, torch.device("meta"))
+        except Exception:  # an op without such a kernel; if it is another reason, it comes again
+            pass
+    with FakeTensorMode():
+        return _results(target, args, kwargs)
+
+
+def _results(
+    target: Any, args: Any, kwargs: Any, device: torch.device | None = None
+) -> tuple[TensorSpec | None, ...]:
+    """What the op gives on tensors of the given specs, all of them on ``device`` if it is given."""
 
     def tensor(value: Any) -> Any:
         if not isinstance(value, TensorSpec):
@@ -88,11 +104,11 @@ def _fake_results(
         return torch.empty(
             value.shape,
             dtype=value.dtype,
-            device=value.device,
+            device=device or value.device,
             requires_grad=value.differentiable,
         )
 
-    with FakeTensorMode(), torch.enable_grad():
+    with torch.enable_grad():
         found = target(
             *fx.node.map_aggregate(args, tensor),
             **{k: fx.node.map_aggregate(v, tensor) for k, v in kwargs},

@@ -1,5 +1,6 @@
 """Exit codes, errors, warnings, and what is printed where."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -195,3 +196,15 @@ def test_the_script_is_this_function() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"graphpar": f"{main_module.__name__}:main"}
+
+
+def test_the_collector_waits(graphpar: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def show(*_: object) -> None:
+        seen.append(gc.isenabled())
+
+    monkeypatch.setattr("graphpar.cli.dump.show", show)
+    assert graphpar("dump", f"{MODELS}:mlp", "--tp", 2).code == 0
+    assert graphpar("dump", f"{MODELS}:mlp", "--tp", 2, "--stage", "nothing").code == 2
+    assert (seen, gc.isenabled()) == ([False], True)

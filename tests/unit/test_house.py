@@ -16,7 +16,7 @@ LINKS = ("passes", "codegen")
 
 # Low to high. A module belongs to the longest name here that it is or lies below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "local", "native"),
+    ("errors", "collector", "local", "native"),
     ("provenance", "types", "axes"),
     ("program",),
     ("snapshots", "passes.rules"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpar import pipeline
 from graphpar.errors import VerifyError
@@ -15,6 +16,7 @@ from graphpar.passes.rules import tensor_arguments
 from graphpar.pipeline import default_pipeline, run_pipeline
 from graphpar.program import (
     Program,
+    TensorSpec,
     annotate,
     copy_program,
     derive,
@@ -22,7 +24,7 @@ from graphpar.program import (
 )
 from graphpar.testing import assert_equivalent, rewrite
 from graphpar.types import I, P, R
-from graphpar.verify import CHECKS, Check, verify
+from graphpar.verify import CHECKS, Check, shapes, verify
 from tests.unit import mutations
 from tests.unit.broken_programs import BROKEN, Break
 from tests.unit.sound_program import (
@@ -110,6 +112,49 @@ def test_a_conversion_before_it_is_due() -> None:
         )
     with pytest.raises(VerifyError, match=f"{node.target} may not stand"):
         verify(program)
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> TensorSpec:
+    return TensorSpec(shape, dtype, torch.device("cpu"), grad)
+
+
+IDS = spec(2, 4, dtype=torch.int64, grad=False)
+ROWS = spec(2, 4, 8)
+CALLS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.linear.default, (ROWS, spec(6, 8), spec(6))),
+    (aten.linear.default, (ROWS, spec(6, 7))),
+    (aten.add.Tensor, (ROWS, spec(8, dtype=torch.float64, grad=False))),
+    (aten.embedding.default, (spec(9, 8), IDS)),
+    (aten.scaled_dot_product_attention.default, (spec(2, 3, 4, 8),) * 3),
+    (aten.layer_norm.default, (ROWS, [8], spec(8), spec(8))),
+    (aten.conv2d.default, (spec(2, 3, 9, 9), spec(4, 3, 3, 3), spec(4), [2, 2])),
+    (aten.conv2d.default, (spec(2, 4, 9, 9), spec(4, 3, 3, 3))),
+    (aten.cross_entropy_loss.default, (spec(8, 9), spec(8, dtype=torch.int64, grad=False))),
+    (aten.to.dtype, (ROWS, torch.bfloat16)),
+    (aten.split.Tensor, (ROWS, 3, -1)),
+    (aten.argmax.default, (ROWS, 1)),
+    (aten.dropout.default, (ROWS, 0.5, True)),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), CALLS)
+def test_the_meta_device_knows_what_fake_tensors_do(op: Any, args: tuple[Any, ...]) -> None:
+    def run(device: torch.device | None) -> Any:
+        try:
+            found = shapes._results(op, args, (), device)
+        except Exception as error:
+            return type(error)
+        return [(s.shape, s.dtype, s.differentiable) for s in found if s]
+
+    with FakeTensorMode():
+        fake = run(None)
+    assert fake == run(torch.device("meta"))
+
+
+def test_operands_on_two_devices_are_refused() -> None:
+    there = replace(IDS, device=torch.device("meta"))
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        shapes._fake_results(aten.add.Tensor, (IDS, there), (), ())
 
 
 # --- what was wrong once ------------------------------------------------------------------------
