@@ -50,9 +50,19 @@ def held(value: Tensor) -> Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def parameters_of(operands: Sequence[Any]) -> list[DTensor | None]:
-    """The parameters among the operands, in their places: what a node may keep of them."""
-    return [x if isinstance(x, DTensor) else None for x in operands]
+def split_parameters(operands: Sequence[Any]) -> tuple[list[DTensor | None], list[Any]]:
+    """The parameters among the operands, in their places, which a node may keep; and what this
+    rank holds of all operands."""
+    parameters: list[DTensor | None] = []
+    parts = []
+    for x in operands:
+        if isinstance(x, DTensor):
+            parameters.append(x)
+            parts.append(x._local_tensor)
+        else:
+            parameters.append(None)
+            parts.append(x)
+    return parameters, parts
 
 
 def seen(parts: Sequence[Any], parameters: Sequence[DTensor | None]) -> list[Any]:
@@ -67,12 +77,16 @@ def of_parameters(
     grads: Sequence[Tensor | None], parameters: Sequence[DTensor | None]
 ) -> list[Tensor | None]:
     """Gradients of what the rank holds, which nothing else holds, as those of the parameters."""
-    return [
-        grad
-        if grad is None or parameter is None
-        else _as_dtensor(grad, parameter._spec, parameter._local_tensor.stride())
-        for grad, parameter in zip(grads, parameters, strict=True)
-    ]
+    plain, made = not torch.is_grad_enabled(), []
+    for grad, parameter in zip(grads, parameters, strict=True):
+        if grad is not None and parameter is not None:
+            spec, strides = parameter._spec, parameter._local_tensor.stride()
+            if plain and grad.stride() == strides:
+                grad = _new_dtensor(DTensor, grad, spec, requires_grad=False)
+            else:
+                grad = _as_dtensor(grad, spec, strides)
+        made.append(grad)
+    return made
 
 
 class _Local(torch.autograd.Function):

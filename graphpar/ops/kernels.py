@@ -49,23 +49,36 @@ def start_all_reduce(x: Tensor, dst: str, group: str) -> Finish:
 
 def all_reduced(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """The sums over the group, by one collective for each dtype; results may share memory."""
+    dtypes = dict.fromkeys([x.dtype for x in xs])
+    if len(dtypes) == 1:
+        return _sums(xs, group)
     found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(x.dtype for x in xs):
+    for dtype in dtypes:
         of_dtype = [i for i, x in enumerate(xs) if x.dtype == dtype]
-        flat = torch.cat([xs[i].reshape(-1) for i in of_dtype])
-        total = collectives.all_reduce(flat, group, owned=True)()
-        parts = total.split([xs[i].numel() for i in of_dtype])
-        found |= {i: part.view(xs[i].shape) for i, part in zip(of_dtype, parts, strict=True)}
+        sums = _sums([xs[i] for i in of_dtype], group)
+        found |= dict(zip(of_dtype, sums, strict=True))
     return [found[i] for i in range(len(xs))]
+
+
+def _sums(xs: Sequence[Tensor], group: str) -> list[Tensor]:
+    """Of one dtype, in one collective."""
+    flat = torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in xs])
+    total = collectives.all_reduce(flat, group, owned=True)()
+    parts = torch.split_with_sizes(total, [x.numel() for x in xs])
+    return [y if x.dim() == 1 else y.view(x.shape) for x, y in zip(xs, parts, strict=True)]
 
 
 def start_all_gather(
     x: Tensor, dim: int, blocks: Sequence[int], dst: str, group: str, units: int = 0
 ) -> Finish:
     layout, _, ranks = _place(x, dim, blocks, units, group, local=True)
-    x = _padded(x, layout, ranks).contiguous()
-    gathered, shape = collectives.all_gather(x, ranks, group), (ranks, *x.shape)
-    return lambda: _whole(gathered().view(shape), layout, ranks)
+    part = (_padded(x, layout, ranks) if units else x).contiguous()
+    arrived, shape = collectives.all_gather(part, ranks, group), part.shape
+
+    def finish() -> Tensor:
+        return _whole(arrived().view(ranks, *shape), layout, ranks)
+
+    return finish
 
 
 def start_reduce_scatter(
@@ -80,8 +93,9 @@ def start_reduce_scatter(
     def finish() -> Tensor:
         found = arrived()
         if gloo:
-            found = found.unflatten(0, (ranks, -1)).sum(0, dtype=found.dtype)
-        return _unpadded(found, layout, rank, ranks).contiguous()
+            shape = found.shape
+            found = found.view(ranks, shape[0] // ranks, *shape[1:]).sum(0, dtype=found.dtype)
+        return _unpadded(found, layout, rank, ranks).contiguous() if units else found
 
     return finish
 
@@ -158,10 +172,8 @@ STARTS: dict[str, Callable[..., Finish]] = {
 
 def starter(name: str, args: Sequence[Any]) -> Callable[[Tensor], Finish]:
     """Begins the conversion ``name``; those of :data:`STARTS` run until the result is asked for."""
-    if name in STARTS:
-        begin = STARTS[name]
-        return lambda x: begin(x, *args)
-    return lambda x: partial(KERNELS[name], x, *args)
+    begin = STARTS.get(name) or partial(partial, KERNELS[name])
+    return lambda x: begin(x, *args)
 
 
 def _at_once(begin: Callable[..., Finish]) -> Callable[..., Tensor]:
@@ -188,9 +200,11 @@ def _place(
     Raises:
         InternalError: ``x`` is not laid out so.
     """
-    rank, ranks = rank_and_size(group)
+    found = process_group(group)
+    rank, ranks = found.rank(), found.size()
     layout, part, whole = _layout(dim, tuple(blocks), units, rank, ranks)
-    _check(layout, x.size(dim), part if local else whole, ranks)
+    if x.size(dim) != (part if local else whole):
+        _check(layout, x.size(dim), part if local else whole, ranks)
     return layout, rank, ranks
 
 
