@@ -10,7 +10,7 @@ gives their gradients by :func:`of_parameters`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_global_tensor_info
 
 _new_dtensor: Any = DTensor.__new__
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, which without transforms of ``torch.func`` only hands on to the method
+    beneath it, by four Python calls and one for each argument."""
+    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return direct(*args)
+
+    return apply
 
 
 def local(value: Tensor, dim: int = 0, size: int = -1) -> Tensor:
@@ -37,7 +50,7 @@ def local_all(*values: Tensor) -> list[Tensor]:
     trained = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
     if not trained:
         return [v._local_tensor if isinstance(v, DTensor) else v for v in values]
-    parts = _Local.apply(*trained)  # type: ignore[no-untyped-call]
+    parts = _local_of(*trained)
     if len(trained) == len(values):
         return list(parts)
     found = dict(zip(map(id, trained), parts, strict=True))
@@ -109,6 +122,9 @@ class _Local(torch.autograd.Function):
                 grad = _as_dtensor(grad, ctx.specs[place], ctx.strides[place])
             made.append(grad)
         return tuple(made)
+
+
+_local_of = applied(_Local)
 
 
 def _as_dtensor(grad: Tensor, spec: Any, strides: tuple[int, ...]) -> Tensor:

@@ -63,35 +63,40 @@ def all_reduce(x: Tensor, group: str, op: str = "sum", *, owned: bool = False) -
     return partial(_finish, work, total)
 
 
-def all_gather(x: Tensor, ranks: int, group: str) -> Finish:
-    """``x`` [n, ...], contiguous, of each rank → [ranks * n, ...], rank after rank."""
+def all_gather(x: Tensor, group: str, found: ProcessGroup) -> Finish:
+    """``x`` [n, ...], contiguous, of each rank → [ranks * n, ...], rank after rank. ``found`` is
+    the group of that name."""
     if is_recorded(x):
-        sent = _c10d.all_gather_into_tensor.default(x, ranks, plain_name(group))
+        sent = _c10d.all_gather_into_tensor.default(x, found.size(), plain_name(group))
         return partial(_wait, sent)
     size, *rest = x.shape
-    whole = x.new_empty((ranks * size, *rest))
-    begin = getattr(process_group(group), _GATHER)
+    whole = x.new_empty((found.size() * size, *rest))
+    begin = getattr(found, _GATHER)
     return partial(_finish, begin(_real(whole), _real(x), _TO_GATHER), whole)
 
 
-def reduce_scatter(x: Tensor, ranks: int, group: str) -> Finish:
+def reduce_scatter(x: Tensor, group: str, found: ProcessGroup) -> Finish:
     """``x`` [ranks * n, ...], contiguous, of each rank → the sum's [n, ...] of this rank."""
     if is_recorded(x):
-        sent = _c10d.reduce_scatter_tensor.default(x, "sum", ranks, plain_name(group))
+        name = plain_name(group)
+        sent = _c10d.reduce_scatter_tensor.default(x, "sum", found.size(), name)
         return partial(_wait, sent)
     size, *rest = x.shape
-    part = x.new_empty((size // ranks, *rest))
-    begin = getattr(process_group(group), _SCATTER)
+    part = x.new_empty((size // found.size(), *rest))
+    begin = getattr(found, _SCATTER)
     return partial(_finish, begin(_real(part), _real(x), _TO_SCATTER), part)
 
 
 def all_to_all(
-    x: Tensor, ranks: int, group: str, sizes: tuple[list[int], list[int]] | None = None
+    x: Tensor,
+    group: str,
+    found: ProcessGroup,
+    sizes: tuple[list[int], list[int]] | None = None,
 ) -> Finish:
     """``x`` [n, ...], contiguous, of each rank → [m, ...]: the parts of ``x`` for this rank, rank
     after rank. ``sizes``: of the parts received and sent, if they are not all equal."""
     if is_recorded(x):
-        received, sent = sizes or ([x.size(0) // ranks] * ranks,) * 2
+        received, sent = sizes or ([x.size(0) // found.size()] * found.size(),) * 2
         given = _c10d.all_to_all_single.default(x, received, sent, plain_name(group))
         return partial(_wait, given)
     if sizes is None:  # torch's form for equal parts
@@ -99,7 +104,7 @@ def all_to_all(
     else:
         received, sent = sizes
         result = x.new_empty((sum(received), *x.shape[1:]))
-    begin = getattr(process_group(group), _EXCHANGE)
+    begin = getattr(found, _EXCHANGE)
     return partial(_finish, begin(_real(result), _real(x), received, sent, _TO_EXCHANGE), result)
 
 
@@ -111,7 +116,7 @@ def is_recorded(x: Tensor) -> bool:
     """Whether something records the ops that are called with ``x``."""
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         return True
-    return x.is_meta or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+    return x.is_meta or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _finish(work: Any, result: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from graphpar.local import held, of_parameters, seen, split_parameters
+from graphpar.local import applied, held, of_parameters, seen, split_parameters
 from graphpar.ops.collectives import Finish, is_recorded
 from graphpar.ops.kernels import all_reduced, starter
 from graphpar.ops.table import conversion, gradient
@@ -45,19 +45,20 @@ class _Conversion:
     def __init__(self, source: Type, target: Type, group: str) -> None:
         self.forward: Call = conversion(source, target, group)
         self.backward: Call = gradient(*self.forward)
-        self._begin, self._begin_gradient = (
+        self.begin, self.begin_gradient = (
             starter(_name(op), args) for op, args in (self.forward, self.backward)
         )
 
-    def start(self, x: Tensor) -> Finish:
-        if torch.is_grad_enabled():  # a gradient that has derivatives itself
+    def again(self, x: Tensor) -> Finish:
+        """In backward, where a gradient may have derivatives itself."""
+        if torch.is_grad_enabled():
             return partial(self.forward[0], x, *self.forward[1])
-        return self._begin(x)
+        return self.begin(x)
 
-    def start_gradient(self, grad: Tensor) -> Finish:
+    def of_gradient(self, grad: Tensor) -> Finish:
         if torch.is_grad_enabled():
             return partial(self.backward[0], grad, *self.backward[1])
-        return self._begin_gradient(grad)
+        return self.begin_gradient(grad)
 
 
 @lru_cache(maxsize=4096)
@@ -121,9 +122,9 @@ def _linears(
     biases: Sequence[Tensor | None],
 ) -> list[Tensor]:
     if torch.is_grad_enabled() and _any_trains([x, *weights, *biases]):
-        return list(_Linears.apply((step, keep, len(weights)), x, *weights, *biases))  # type: ignore[no-untyped-call]
+        return list(_linears_of((step, keep, len(weights)), x, *weights, *biases))
     with _below_autograd():
-        return _products(step.start(x)(), _held(weights), _held(biases))
+        return _products(step.begin(x)(), _held(weights), _held(biases))
 
 
 def _any_trains(operands: Sequence[Tensor | None]) -> bool:
@@ -159,9 +160,10 @@ class _Linears(torch.autograd.Function):
         ctx.parameters, local = split_parameters(operands)
         weights = local[:count]
         with _below_autograd():
-            whole = step.start(x)()
+            whole = step.begin(x)()
             results = _products(whole, weights, local[count:])
-        ctx.step, ctx.layouts = step, [_is_transposed(w) for w in weights]
+        ctx.step = step
+        ctx.transposed = [not w.is_contiguous() and w.t().is_contiguous() for w in weights]
         ctx.set_materialize_grads(False)
         _, of_x, *rest = ctx.needs_input_grad
         of_weights, of_biases = rest[:count], rest[count:]
@@ -189,19 +191,22 @@ class _Linears(torch.autograd.Function):
         again: Finish | None = None
         if True in of_weights:
             reuse = kept is not None and not torch.is_grad_enabled()
-            again = (lambda: kept) if reuse else ctx.step.start(_later(ctx.step, x, grads))
+            again = (lambda: kept) if reuse else ctx.step.again(_later(ctx.step, x, grads))
         rows = [None if g is None else g.reshape(-1, g.size(-1)) for g in grads]
         pending: Finish | None = None
         if of_x:
-            pending = ctx.step.start_gradient(_of_input(grads, rows, weights))
+            pending = ctx.step.of_gradient(_of_input(grads, rows, weights))
         whole = None if again is None else _rows(again())
         of_each: list[Tensor | None] = []
-        for g, wanted, transposed in zip(rows, of_weights, ctx.layouts, strict=True):
+        for g, wanted, transposed in zip(rows, of_weights, ctx.transposed, strict=True):
             of_each.append(_of_weight(g, whole, transposed) if wanted and g is not None else None)
         for g, wanted in zip(rows, of_biases, strict=bool(of_biases)):
             of_each.append(g.sum(0) if wanted and g is not None else None)
         of_each = of_parameters(of_each, ctx.parameters)
         return None, None if pending is None else pending(), *of_each
+
+
+_linears_of = applied(_Linears)
 
 
 def _later(step: _Conversion, x: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
@@ -243,10 +248,6 @@ def _of_input(
     return total.reshape(*shape, total.size(-1))
 
 
-def _is_transposed(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.t().is_contiguous()
-
-
 def _of_weight(grad: Tensor, x: Tensor | None, transposed: bool) -> Tensor:
     """[n, k], laid out as the weight is, so that accumulating it copies nothing."""
     assert x is not None
@@ -267,13 +268,13 @@ def linear_scatter(
 ) -> Tensor:
     step = _scattering(dim, tuple(blocks), units, group)
     if torch.is_grad_enabled() and _any_trains((x, weight, bias)):
-        return _LinearScatter.apply(step, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+        return _linear_scatter_of(step, x, weight, bias)  # type: ignore[no-any-return]
     with _below_autograd():
         return _scattered(step, x, *_held([weight, bias]))
 
 
 def _scattered(step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    part = step.start(_products(x, [weight], ())[0])()
+    part = step.begin(_products(x, [weight], ())[0])()
     return part if bias is None else part.add_(bias)
 
 
@@ -285,7 +286,7 @@ class _LinearScatter(torch.autograd.Function):
         ctx.parameters, (weight, bias) = split_parameters((weight, bias))
         with _below_autograd():
             part = _scattered(step, x, weight, bias)
-        ctx.step, ctx.transposed = step, _is_transposed(weight)
+        ctx.step, ctx.transposed = step, not weight.is_contiguous() and weight.t().is_contiguous()
         _, of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return part
@@ -297,7 +298,7 @@ class _LinearScatter(torch.autograd.Function):
         if torch.is_grad_enabled():
             (weight,) = seen([weight], ctx.parameters[:1])
         _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        pending = ctx.step.start_gradient(grads[0]) if of_x or of_weight else None
+        pending = ctx.step.of_gradient(grads[0]) if of_x or of_weight else None
         bias = _rows(grads[0]).sum(0) if of_bias else None
         if pending is None:
             return None, None, None, *of_parameters([bias], ctx.parameters[1:])
@@ -311,6 +312,8 @@ class _LinearScatter(torch.autograd.Function):
         )
 
 
+_linear_scatter_of = applied(_LinearScatter)
+
 # --- parameters converted together ----------------------------------------------------------------
 
 
@@ -318,7 +321,7 @@ def convert_many(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     trained = [x for x in xs if x.requires_grad and torch.is_grad_enabled()]
     if not trained:
         return [x.view_as(x) for x in _held(xs)]
-    converted: Iterator[Tensor] = iter(_ConvertMany.apply(group, *trained))  # type: ignore[no-untyped-call]
+    converted: Iterator[Tensor] = iter(_convert_many_of(group, *trained))
     return [next(converted) if x.requires_grad else held(x).view_as(held(x)) for x in xs]
 
 
@@ -341,3 +344,6 @@ class _ConvertMany(torch.autograd.Function):
             summed = iter(all_reduced(present, ctx.group))
         of_each = [None if g is None else next(summed) for g in grads]
         return None, *of_parameters(of_each, ctx.parameters)
+
+
+_convert_many_of = applied(_ConvertMany)

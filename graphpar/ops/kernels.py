@@ -71,9 +71,10 @@ def _sums(xs: Sequence[Tensor], group: str) -> list[Tensor]:
 def start_all_gather(
     x: Tensor, dim: int, blocks: Sequence[int], dst: str, group: str, units: int = 0
 ) -> Finish:
-    layout, _, ranks = _place(x, dim, blocks, units, group, local=True)
+    found = process_group(group)
+    layout, _, ranks = _place_in(x, dim, blocks, units, found, local=True)
     part = (_padded(x, layout, ranks) if units else x).contiguous()
-    arrived, shape = collectives.all_gather(part, ranks, group), part.shape
+    arrived, shape = collectives.all_gather(part, group, found), part.shape
 
     def finish() -> Tensor:
         return _whole(arrived().view(ranks, *shape), layout, ranks)
@@ -84,18 +85,18 @@ def start_all_gather(
 def start_reduce_scatter(
     x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0
 ) -> Finish:
-    layout, rank, ranks = _place(x, dim, blocks, units, group)
+    found = process_group(group)
+    layout, rank, ranks = _place_in(x, dim, blocks, units, found)
     parts = _by_rank(x, layout, ranks)
-    gloo = _is_gloo(process_group(group), x.device)
-    kernel = collectives.all_to_all if gloo else collectives.reduce_scatter
-    arrived = kernel(parts, ranks, group)
+    gloo = _is_gloo(found, x.device)
+    arrived = (collectives.all_to_all if gloo else collectives.reduce_scatter)(parts, group, found)
 
     def finish() -> Tensor:
-        found = arrived()
+        part = arrived()
         if gloo:
-            shape = found.shape
-            found = found.view(ranks, shape[0] // ranks, *shape[1:]).sum(0, dtype=found.dtype)
-        return _unpadded(found, layout, rank, ranks).contiguous() if units else found
+            size, *rest = part.shape
+            part = part.view(ranks, size // ranks, *rest).sum(0, dtype=part.dtype)
+        return _unpadded(part, layout, rank, ranks).contiguous() if units else part
 
     return finish
 
@@ -115,14 +116,15 @@ def all_to_all(
     src_units: int = 0,
     dst_units: int = 0,
 ) -> Tensor:
-    source, rank, ranks = _place(x, src_dim, src_blocks, src_units, group, local=True)
+    found = process_group(group)
+    source, rank, ranks = _place_in(x, src_dim, src_blocks, src_units, found, local=True)
     target, _, size = _layout(dst_dim, tuple(dst_blocks), dst_units, rank, ranks)
     whole = sum(src_blocks) if src_dim == dst_dim else x.size(dst_dim)
     _check(target, whole, size, ranks)
     if src_dim == dst_dim:
-        return _relayout(x, source, target, rank, ranks, group)
+        return _relayout(x, source, target, group, found)
     sent = _by_rank(_padded(x, source, ranks), target, ranks)
-    by_rank = collectives.all_to_all(sent, ranks, group)().unflatten(0, (ranks, -1))
+    by_rank = collectives.all_to_all(sent, group, found)().unflatten(0, (ranks, -1))
     if dst_units:
         by_rank = by_rank.narrow(dst_dim + 1, 0, local_size(target, rank, ranks))
     return _whole(by_rank, source, ranks)
@@ -200,8 +202,19 @@ def _place(
     Raises:
         InternalError: ``x`` is not laid out so.
     """
-    found = process_group(group)
-    rank, ranks = found.rank(), found.size()
+    return _place_in(x, dim, blocks, units, process_group(group), local=local)
+
+
+def _place_in(
+    x: Tensor,
+    dim: int,
+    blocks: Sequence[int],
+    units: int,
+    group: ProcessGroup,
+    *,
+    local: bool = False,
+) -> tuple[Shard, int, int]:
+    rank, ranks = group.rank(), group.size()
     layout, part, whole = _layout(dim, tuple(blocks), units, rank, ranks)
     if x.size(dim) != (part if local else whole):
         _check(layout, x.size(dim), part if local else whole, ranks)
@@ -291,15 +304,16 @@ def _overlaps(
     return found
 
 
-def _relayout(x: Tensor, source: Shard, target: Shard, rank: int, ranks: int, group: str) -> Tensor:
+def _relayout(x: Tensor, source: Shard, target: Shard, group: str, found: ProcessGroup) -> Tensor:
     """All-to-all between two layouts of the same dimension."""
+    rank, ranks = found.rank(), found.size()
     dim, everyone = source.dim, range(ranks)
     sent = [_overlaps(source, rank, target, other, ranks) for other in everyone]
     received = [_overlaps(target, rank, source, other, ranks) for other in everyone]
     pieces = [x.narrow(dim, offset, size) for piece in sent for offset, size in piece]
     counts_in, counts_out = ([sum(n for _, n in p) for p in side] for side in (sent, received))
     rows = torch.cat(pieces, dim).movedim(dim, 0).contiguous()
-    out = collectives.all_to_all(rows, ranks, group, (counts_out, counts_in))()
+    out = collectives.all_to_all(rows, group, found, (counts_out, counts_in))()
     places = [piece for pieces in received for piece in pieces]
     arrived = out.split([size for _, size in places], 0)
     order = sorted(range(len(places)), key=places.__getitem__)
