@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphpar.joined import join_slices
 from graphpar.local import local, local_all
 from graphpar.printer import format_python
 from graphpar.program import Program
@@ -39,7 +40,7 @@ def compile_program(program: Program, group: str = "tp", rank: int = 0) -> Calla
     registered with :mod:`linecache` under a hash of its text, so that debuggers and tracebacks
     show it.
     """
-    text = format_python(program, rank=rank)
+    text = format_python(join_slices(program), rank=rank)
     path = f"<graphpar {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     space: dict[str, Any] = {

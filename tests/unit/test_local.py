@@ -130,5 +130,5 @@ class Products(nn.Module):
 
 def test_ops_with_nodes_of_their_own_read_parameters() -> None:
     text = format_python(rewrite(Products(), (torch.randn(2, 4, 8),), tp=2, sp=True), rank=0)
-    assert "[self.q.weight, self.k.weight]" in text
-    assert "local(self.o.weight)" in text
+    assert "[state_at(self, 'q', 'weight'), state_at(self, 'k', 'weight')]" in text
+    assert "local(state_at(self, 'o', 'weight'))" in text
