@@ -118,7 +118,8 @@ class _Gradient(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is _detach:
-            return args[0]._bare()
+            x = args[0]
+            return _new_dtensor(DTensor, x._local_tensor, x._spec, requires_grad=False)
         args, kwargs = pytree.tree_map_only(_Gradient, _Gradient._bare, (args, kwargs or {}))
         return func(*args, **kwargs)
 
