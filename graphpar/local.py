@@ -10,15 +10,30 @@ gives their gradients by :func:`of_parameters`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_global_tensor_info
+from torch.utils import _pytree as pytree
 
 _new_dtensor: Any = DTensor.__new__
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, which without transforms of ``torch.func`` only hands on to the method
+    beneath it, by four Python calls and one for each argument."""
+    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return direct(*args)
+
+    return apply
 
 
 def local(value: Tensor, dim: int = 0, size: int = -1) -> Tensor:
@@ -37,7 +52,7 @@ def local_all(*values: Tensor) -> list[Tensor]:
     trained = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
     if not trained:
         return [v._local_tensor if isinstance(v, DTensor) else v for v in values]
-    parts = _Local.apply(*trained)  # type: ignore[no-untyped-call]
+    parts = _local_of(*trained)
     if len(trained) == len(values):
         return list(parts)
     found = dict(zip(map(id, trained), parts, strict=True))
@@ -50,9 +65,19 @@ def held(value: Tensor) -> Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def parameters_of(operands: Sequence[Any]) -> list[DTensor | None]:
-    """The parameters among the operands, in their places: what a node may keep of them."""
-    return [x if isinstance(x, DTensor) else None for x in operands]
+def split_parameters(operands: Sequence[Any]) -> tuple[list[DTensor | None], list[Any]]:
+    """The parameters among the operands, in their places, which a node may keep; and what this
+    rank holds of all operands."""
+    parameters: list[DTensor | None] = []
+    parts = []
+    for x in operands:
+        if isinstance(x, DTensor):
+            parameters.append(x)
+            parts.append(x._local_tensor)
+        else:
+            parameters.append(None)
+            parts.append(x)
+    return parameters, parts
 
 
 def seen(parts: Sequence[Any], parameters: Sequence[DTensor | None]) -> list[Any]:
@@ -67,12 +92,49 @@ def of_parameters(
     grads: Sequence[Tensor | None], parameters: Sequence[DTensor | None]
 ) -> list[Tensor | None]:
     """Gradients of what the rank holds, which nothing else holds, as those of the parameters."""
-    return [
-        grad
-        if grad is None or parameter is None
-        else _as_dtensor(grad, parameter._spec, parameter._local_tensor.stride())
-        for grad, parameter in zip(grads, parameters, strict=True)
-    ]
+    plain, made = not torch.is_grad_enabled(), []
+    for grad, parameter in zip(grads, parameters, strict=True):
+        if grad is not None and parameter is not None:
+            spec, strides = parameter._spec, parameter._local_tensor.stride()
+            if plain and grad.stride() == strides:
+                grad = _new_dtensor(_Gradient, grad, spec, requires_grad=False)
+            else:
+                grad = _as_dtensor(grad, spec, strides)
+        made.append(grad)
+    return made
+
+
+class _Gradient(DTensor):
+    """A gradient on its way to its parameter, where autograd detaches it, and it is a DTensor.
+
+    DTensor's own way through a ``detach`` is twenty Python calls and the largest part of what
+    DTensors cost a step. Ops are those of the DTensor; hooks and ``autograd.grad`` see this class.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _detach:
+            x = args[0]
+            return _new_dtensor(DTensor, x._local_tensor, x._spec, requires_grad=False)
+        args, kwargs = pytree.tree_map_only(_Gradient, _Gradient._bare, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _bare(self) -> Tensor:
+        made: Tensor = _new_dtensor(DTensor, self._local_tensor, self._spec, requires_grad=False)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._bare().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._bare(), memo)
+
+
+_detach = torch.ops.aten.detach.default
 
 
 class _Local(torch.autograd.Function):
@@ -97,10 +159,13 @@ class _Local(torch.autograd.Function):
         return tuple(made)
 
 
+_local_of = applied(_Local)
+
+
 def _as_dtensor(grad: Tensor, spec: Any, strides: tuple[int, ...]) -> Tensor:
     """A gradient laid out over the ranks as the parameter is."""
     if grad.stride() == strides and not torch.is_grad_enabled():
-        made: Tensor = _new_dtensor(DTensor, grad, spec, requires_grad=False)
+        made: Tensor = _new_dtensor(_Gradient, grad, spec, requires_grad=False)
         return made
     _, stride = compute_global_tensor_info(grad, spec.mesh, spec.placements)
     return DTensor.from_local(

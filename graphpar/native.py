@@ -43,6 +43,7 @@ _SAME_NAME = (
     "sigmoid.default",
     "sin.default",
     "softmax.int",
+    "split_with_sizes.default",
     "sqrt.default",
     "squeeze.dim",
     "stack.default",

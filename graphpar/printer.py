@@ -51,7 +51,7 @@ _DEFINED_IN = {
 """The modules that define our ops beside ``graphpar.ops``, by namespace."""
 
 _GLOBALS = {"aten", "device", "forward", "graphpar", "inf", "nan", "ops", "self", "torch", "tp"}
-_GLOBALS |= {"local", "local_all"}
+_GLOBALS |= {"local", "local_all", "module_at", "state_at"}
 _GLOBALS |= {"made", "hold"}  # in regions
 
 _SHORT = {
@@ -214,14 +214,14 @@ def _statement(
 
     def show(value: Any) -> str:
         if rank is not None and not whole and _is_state_alone(value):
-            return f"local_all({', '.join(map(attribute_of, value))})"
+            return f"local_all({', '.join(attribute_of(v, rank) for v in value)})"
         return expression(of_rank(value, rank) if rank is not None else value, named)
 
     def named(value: fx.Node) -> str:
         if value.op != "get_attr":
             return _local(program, value.name)
         if whole and value is not node.args[0] and not _is_padded(value):
-            return attribute_of(value)
+            return attribute_of(value, rank)
         return _state(value, rank, program.ranks)
 
     if node.op in ("placeholder", "get_attr"):
@@ -230,11 +230,11 @@ def _statement(
         return f"return [{', '.join(map(show, outputs(node.graph)))}]"
     name = _local(program, node.name)
     if node.op == "call_module":
-        block, module = program.calls[str(node.target)], _attribute("self", str(node.target))
+        block, path = program.calls[str(node.target)], str(node.target)
         values = "".join(f", {show(a)}" for a in node.args)
         if rank is not None:
-            return f"{name} = {module}({block}{values})"
-        return f"{name} = {block}({module}{values})"
+            return f"{name} = {_found('module_at', path)}({block}{values})"
+        return f"{name} = {block}({_attribute('self', path)}{values})"
     if is_getitem(node):
         return f"{name} = {show(node.args[0])}[{node.args[1]}]"
     shown = [show(a) for a in node.args]
@@ -282,7 +282,7 @@ def is_graphpar(target: object) -> bool:
 def _state(node: fx.Node, rank: int | None, ranks: int) -> str:
     """What a ``get_attr`` node reads; running code takes the local tensor of a DTensor, without
     the padding that uneven parts have."""
-    attribute, kind = attribute_of(node), info(node).type
+    attribute, kind = attribute_of(node, rank), info(node).type
     if rank is None or is_constant(str(node.target)):
         return attribute
     if isinstance(kind, Shard) and _is_padded(node):
@@ -315,10 +315,13 @@ def _is_state_alone(value: Any) -> bool:
     )
 
 
-def attribute_of(node: fx.Node) -> str:
-    """A parameter or buffer of ``self``; constants are globals."""
+def attribute_of(node: fx.Node, rank: int | None = None) -> str:
+    """A parameter or buffer of ``self``; constants are globals. ``rank``: as running code reads
+    it, whose attributes of modules would each be a Python call."""
     name = str(node.target)
-    return name if is_constant(name) else _attribute("self", name)
+    if is_constant(name):
+        return name
+    return _attribute("self", name) if rank is None else _found("state_at", name)
 
 
 def is_constant(name: str) -> bool:
@@ -331,6 +334,10 @@ def _attribute(owner: str, path: str) -> str:
     for part in path.split("."):
         owner += f".{part}" if part.isidentifier() else f"[{part!r}]"
     return re.sub(r"\['(\d+)'\]", r"[\1]", owner)
+
+
+def _found(function: str, path: str) -> str:
+    return f"{function}(self, {', '.join(map(repr, path.split('.')))})"
 
 
 def described(program: Program, node: fx.Node) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphpar.joined import join_slices
 from graphpar.local import local, local_all
 from graphpar.printer import format_python
 from graphpar.program import Program
@@ -23,18 +24,39 @@ def compile_program(program: Program, group: str = "tp", rank: int = 0) -> Calla
     registered with :mod:`linecache` under a hash of its text, so that debuggers and tracebacks
     show it.
     """
-    text = format_python(program, rank=rank)
+    text = format_python(join_slices(program), rank=rank)
     path = f"<graphpar {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     space: dict[str, Any] = {
         "tp": group,
         "local": local,
         "local_all": local_all,
+        "module_at": module_at,
+        "state_at": state_at,
         **program.constants,
     }
     exec(compile(text, path, "exec"), space)
     forward: Callable[..., list[Any]] = space["forward"]
     return forward
+
+
+def module_at(root: nn.Module, *path: str) -> nn.Module:
+    """The submodule at a path of names. Of a wrapper that hands on attributes (of a compiled
+    module, say), what it hands on."""
+    for name in path:
+        found = root._modules.get(name)
+        root = getattr(root, name) if found is None else found
+    return root
+
+
+def state_at(root: nn.Module, *path: str) -> Tensor:
+    """The parameter or buffer at a path of names, as it is now; what a parametrization or another
+    property gives in its place."""
+    for name in path[:-1]:
+        found = root._modules.get(name)
+        root = getattr(root, name) if found is None else found
+    value = root._parameters.get(path[-1])
+    return getattr(root, path[-1]) if value is None else value
 
 
 def select(leaves: Sequence[Any], program: Program) -> list[Any]:

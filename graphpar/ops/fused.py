@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from graphpar.local import held, of_parameters, parameters_of, seen
-from graphpar.ops.collectives import Finish
+from graphpar.local import applied, held, of_parameters, seen, split_parameters
+from graphpar.ops.collectives import Finish, is_recorded
 from graphpar.ops.kernels import all_reduced, starter
 from graphpar.ops.table import conversion, gradient
 from graphpar.types import I, P, R, Shard, Type
@@ -44,18 +45,20 @@ class _Conversion:
     def __init__(self, source: Type, target: Type, group: str) -> None:
         self.forward: Call = conversion(source, target, group)
         self.backward: Call = gradient(*self.forward)
-        self._starters = [starter(_name(op), args) for op, args in (self.forward, self.backward)]
+        self.begin, self.begin_gradient = (
+            starter(_name(op), args) for op, args in (self.forward, self.backward)
+        )
 
-    def start(self, x: Tensor) -> Finish:
-        return self._start(0, self.forward, x)
+    def again(self, x: Tensor) -> Finish:
+        """In backward, where a gradient may have derivatives itself."""
+        if torch.is_grad_enabled():
+            return partial(self.forward[0], x, *self.forward[1])
+        return self.begin(x)
 
-    def start_gradient(self, grad: Tensor) -> Finish:
-        return self._start(1, self.backward, grad)
-
-    def _start(self, way: int, call: Call, x: Tensor) -> Finish:
-        if torch.is_grad_enabled():  # a gradient that has derivatives itself
-            return partial(call[0], x, *call[1])
-        return self._starters[way](x)
+    def of_gradient(self, grad: Tensor) -> Finish:
+        if torch.is_grad_enabled():
+            return partial(self.backward[0], grad, *self.backward[1])
+        return self.begin_gradient(grad)
 
 
 @lru_cache(maxsize=4096)
@@ -118,56 +121,60 @@ def _linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    if _needs_gradient(x, *weights, *biases):
-        count = len(weights)
-        return list(_Linears.apply(step, keep, count, x, *weights, *biases))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and _any_trains([x, *weights, *biases]):
+        return list(_linears_of((step, keep, len(weights)), x, *weights, *biases))
     with _below_autograd():
-        return _products(step.start(x)(), _held(weights), _held(biases) or [None] * len(weights))
+        return _products(step.begin(x)(), _held(weights), _held(biases))
 
 
-def _needs_gradient(*operands: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+def _any_trains(operands: Sequence[Tensor | None]) -> bool:
+    return True in [x.requires_grad for x in operands if x is not None]
 
 
 def _held(operands: Sequence[Any]) -> list[Any]:
-    return [held(x) for x in operands]
+    return [x._local_tensor if isinstance(x, DTensor) else x for x in operands]
 
 
 def _products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """``aten.linear`` by the ops that compute: below autograd it is one op, which has no cost."""
-    rows, shape = _rows(x), x.shape[:-1]
-    products = [
-        rows.mm(w.t()) if b is None else torch.addmm(b, rows, w.t())
-        for w, b in zip(weights, biases, strict=True)
-    ]
-    return [y.view(*shape, y.size(1)) for y in products]
+    """``aten.linear`` by the ops that compute: below autograd it is one op, which has no cost.
+
+    No biases: all are None.
+    """
+    *shape, size = x.shape
+    rows = x.reshape(-1, size)
+    results = []
+    for w, b in zip(weights, biases or (None,) * len(weights), strict=True):
+        y = rows.mm(w.t()) if b is None else torch.addmm(b, rows, w.t())
+        results.append(y.view(*shape, y.size(1)))
+    return results
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, step: _Conversion, keep: bool, count: int, x: Tensor, *operands: Any
+        ctx: Any, how: tuple[_Conversion, bool, int], x: Tensor, *operands: Any
     ) -> tuple[Tensor, ...]:
-        ctx.parameters = parameters_of(operands)
-        local = _held(operands)
-        weights, biases = local[:count], local[count:]
+        step, keep, count = how
+        ctx.parameters, local = split_parameters(operands)
+        weights = local[:count]
         with _below_autograd():
-            whole = step.start(x)()
-            results = _products(whole, weights, biases or [None] * count)
-        ctx.step, ctx.layouts = step, [_is_transposed(w) for w in weights]
+            whole = step.begin(x)()
+            results = _products(whole, weights, local[count:])
+        ctx.step = step
+        ctx.transposed = [not w.is_contiguous() and w.t().is_contiguous() for w in weights]
         ctx.set_materialize_grads(False)
-        of_x, *rest = ctx.needs_input_grad[3:]
-        of_weights, of_biases = rest[:count], rest[count:] or [False] * count
-        trains = any(of_weights)
+        _, of_x, *rest = ctx.needs_input_grad
+        of_weights, of_biases = rest[:count], rest[count:]
+        trains = True in of_weights
         ctx.save_for_backward(
             x if trains else None,
             whole if trains and keep else None,
-            *(w if of_x else None for w in weights),
+            *(weights if of_x else (None,) * count),
         )
         if not of_x:
-            fixed = zip(results, of_weights, of_biases, strict=True)
+            fixed = zip(results, of_weights, of_biases or [False] * count, strict=True)
             ctx.mark_non_differentiable(*(y for y, w, b in fixed if not w and not b))
         return tuple(results)
 
@@ -179,34 +186,35 @@ class _Linears(torch.autograd.Function):
         x, kept, *weights = saved
         if torch.is_grad_enabled():
             weights = seen(weights, ctx.parameters[: len(weights)])
-        of_x, *rest = ctx.needs_input_grad[3:]
+        _, of_x, *rest = ctx.needs_input_grad
         of_weights, of_biases = rest[: len(grads)], rest[len(grads) :]
         again: Finish | None = None
-        if any(of_weights):
+        if True in of_weights:
             reuse = kept is not None and not torch.is_grad_enabled()
-            again = (lambda: kept) if reuse else ctx.step.start(_later(ctx.step, x, grads))
-        rows = [None if g is None else _rows(g) for g in grads]
+            again = (lambda: kept) if reuse else ctx.step.again(_later(ctx.step, x, grads))
+        rows = [None if g is None else g.reshape(-1, g.size(-1)) for g in grads]
         pending: Finish | None = None
         if of_x:
-            pending = ctx.step.start_gradient(_of_input(grads, rows, weights))
+            pending = ctx.step.of_gradient(_of_input(grads, rows, weights))
         whole = None if again is None else _rows(again())
-        of_each: list[Tensor | None] = [
-            _of_weight(g, whole, transposed) if wanted and g is not None else None
-            for g, wanted, transposed in zip(rows, of_weights, ctx.layouts, strict=True)
-        ]
-        of_each += [
-            g.sum(0) if wanted and g is not None else None
-            for g, wanted in zip(rows, of_biases, strict=bool(of_biases))
-        ]
+        of_each: list[Tensor | None] = []
+        for g, wanted, transposed in zip(rows, of_weights, ctx.transposed, strict=True):
+            of_each.append(_of_weight(g, whole, transposed) if wanted and g is not None else None)
+        for g, wanted in zip(rows, of_biases, strict=bool(of_biases)):
+            of_each.append(g.sum(0) if wanted and g is not None else None)
         of_each = of_parameters(of_each, ctx.parameters)
-        return None, None, None, None if pending is None else pending(), *of_each
+        return None, None if pending is None else pending(), *of_each
+
+
+_linears_of = applied(_Linears)
 
 
 def _later(step: _Conversion, x: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
     """``x``; for a compiler a copy that follows from a gradient. It would take a second gather of
     the same tensor for the first, and keep that between forward and backward."""
-    gathers = step.forward[0] is torch.ops.graphpar.all_gather.default
-    if get_proxy_mode() is None or not gathers or torch.is_grad_enabled():
+    if not is_recorded(x) or get_proxy_mode() is None or torch.is_grad_enabled():
+        return x
+    if step.forward[0] is not torch.ops.graphpar.all_gather.default:
         return x
     anchor = next(g for g in grads if g is not None)
     return torch.ops.graphpar.copy_after.default(x, anchor)  # type: ignore[no-any-return]
@@ -226,22 +234,18 @@ def _of_input(
 ) -> Tensor:
     """The gradient of the products' common operand; ``rows`` are those of ``grads``."""
     total: Tensor | None = None
-    for each, weight in zip(rows, weights, strict=True):
-        if each is None:
+    shape: Sequence[int] = ()
+    for grad, each, weight in zip(grads, rows, weights, strict=True):
+        if grad is None or each is None:
             continue
         if total is None:
-            total = each.mm(weight)
+            total, shape = each.mm(weight), grad.shape[:-1]
         elif torch.is_grad_enabled():
             total = torch.addmm(total, each, weight)
         else:
             total.addmm_(each, weight)
     assert total is not None  # autograd calls no backward without a gradient
-    shape = next(grad.shape for grad in grads if grad is not None)
-    return total.reshape(*shape[:-1], total.size(-1))
-
-
-def _is_transposed(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.t().is_contiguous()
+    return total.reshape(*shape, total.size(-1))
 
 
 def _of_weight(grad: Tensor, x: Tensor | None, transposed: bool) -> Tensor:
@@ -263,14 +267,14 @@ def linear_scatter(
     units: int = 0,
 ) -> Tensor:
     step = _scattering(dim, tuple(blocks), units, group)
-    if _needs_gradient(x, weight, bias):
-        return _LinearScatter.apply(step, x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    if torch.is_grad_enabled() and _any_trains((x, weight, bias)):
+        return _linear_scatter_of(step, x, weight, bias)  # type: ignore[no-any-return]
     with _below_autograd():
         return _scattered(step, x, *_held([weight, bias]))
 
 
 def _scattered(step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    part = step.start(_products(x, [weight], [None])[0])()
+    part = step.begin(_products(x, [weight], ())[0])()
     return part if bias is None else part.add_(bias)
 
 
@@ -279,11 +283,10 @@ class _LinearScatter(torch.autograd.Function):
     def forward(
         ctx: Any, step: _Conversion, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.parameters = parameters_of([weight, bias])
-        weight, bias = _held([weight, bias])
+        ctx.parameters, (weight, bias) = split_parameters((weight, bias))
         with _below_autograd():
             part = _scattered(step, x, weight, bias)
-        ctx.step, ctx.transposed = step, _is_transposed(weight)
+        ctx.step, ctx.transposed = step, not weight.is_contiguous() and weight.t().is_contiguous()
         _, of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return part
@@ -295,7 +298,7 @@ class _LinearScatter(torch.autograd.Function):
         if torch.is_grad_enabled():
             (weight,) = seen([weight], ctx.parameters[:1])
         _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        pending = ctx.step.start_gradient(grads[0]) if of_x or of_weight else None
+        pending = ctx.step.of_gradient(grads[0]) if of_x or of_weight else None
         bias = _rows(grads[0]).sum(0) if of_bias else None
         if pending is None:
             return None, None, None, *of_parameters([bias], ctx.parameters[1:])
@@ -309,6 +312,8 @@ class _LinearScatter(torch.autograd.Function):
         )
 
 
+_linear_scatter_of = applied(_LinearScatter)
+
 # --- parameters converted together ----------------------------------------------------------------
 
 
@@ -316,16 +321,17 @@ def convert_many(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     trained = [x for x in xs if x.requires_grad and torch.is_grad_enabled()]
     if not trained:
         return [x.view_as(x) for x in _held(xs)]
-    converted: Iterator[Tensor] = iter(_ConvertMany.apply(group, *trained))  # type: ignore[no-untyped-call]
+    converted: Iterator[Tensor] = iter(_convert_many_of(group, *trained))
     return [next(converted) if x.requires_grad else held(x).view_as(held(x)) for x in xs]
 
 
 class _ConvertMany(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.parameters = group, parameters_of(xs)
+        ctx.parameters, local = split_parameters(xs)
+        ctx.group = group
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in _held(xs))
+        return tuple([x.view_as(x) for x in local])
 
     @staticmethod
     @_plainly
@@ -338,3 +344,6 @@ class _ConvertMany(torch.autograd.Function):
             summed = iter(all_reduced(present, ctx.group))
         of_each = [None if g is None else next(summed) for g in grads]
         return None, *of_parameters(of_each, ctx.parameters)
+
+
+_convert_many_of = applied(_ConvertMany)

@@ -49,39 +49,54 @@ def start_all_reduce(x: Tensor, dst: str, group: str) -> Finish:
 
 def all_reduced(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """The sums over the group, by one collective for each dtype; results may share memory."""
+    dtypes = dict.fromkeys([x.dtype for x in xs])
+    if len(dtypes) == 1:
+        return _sums(xs, group)
     found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(x.dtype for x in xs):
+    for dtype in dtypes:
         of_dtype = [i for i, x in enumerate(xs) if x.dtype == dtype]
-        flat = torch.cat([xs[i].reshape(-1) for i in of_dtype])
-        total = collectives.all_reduce(flat, group, owned=True)()
-        parts = total.split([xs[i].numel() for i in of_dtype])
-        found |= {i: part.view(xs[i].shape) for i, part in zip(of_dtype, parts, strict=True)}
+        sums = _sums([xs[i] for i in of_dtype], group)
+        found |= dict(zip(of_dtype, sums, strict=True))
     return [found[i] for i in range(len(xs))]
+
+
+def _sums(xs: Sequence[Tensor], group: str) -> list[Tensor]:
+    """Of one dtype, in one collective."""
+    flat = torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in xs])
+    total = collectives.all_reduce(flat, group, owned=True)()
+    parts = torch.split_with_sizes(total, [x.numel() for x in xs])
+    return [y if x.dim() == 1 else y.view(x.shape) for x, y in zip(xs, parts, strict=True)]
 
 
 def start_all_gather(
     x: Tensor, dim: int, blocks: Sequence[int], dst: str, group: str, units: int = 0
 ) -> Finish:
-    layout, _, ranks = _place(x, dim, blocks, units, group, local=True)
-    x = _padded(x, layout, ranks).contiguous()
-    gathered, shape = collectives.all_gather(x, ranks, group), (ranks, *x.shape)
-    return lambda: _whole(gathered().view(shape), layout, ranks)
+    found = process_group(group)
+    layout, _, ranks = _place_in(x, dim, blocks, units, found, local=True)
+    part = (_padded(x, layout, ranks) if units else x).contiguous()
+    arrived, shape = collectives.all_gather(part, group, found), part.shape
+
+    def finish() -> Tensor:
+        return _whole(arrived().view(ranks, *shape), layout, ranks)
+
+    return finish
 
 
 def start_reduce_scatter(
     x: Tensor, dim: int, blocks: Sequence[int], group: str, units: int = 0
 ) -> Finish:
-    layout, rank, ranks = _place(x, dim, blocks, units, group)
+    found = process_group(group)
+    layout, rank, ranks = _place_in(x, dim, blocks, units, found)
     parts = _by_rank(x, layout, ranks)
-    gloo = _is_gloo(process_group(group), x.device)
-    kernel = collectives.all_to_all if gloo else collectives.reduce_scatter
-    arrived = kernel(parts, ranks, group)
+    gloo = _is_gloo(found, x.device)
+    arrived = (collectives.all_to_all if gloo else collectives.reduce_scatter)(parts, group, found)
 
     def finish() -> Tensor:
-        found = arrived()
+        part = arrived()
         if gloo:
-            found = found.unflatten(0, (ranks, -1)).sum(0, dtype=found.dtype)
-        return _unpadded(found, layout, rank, ranks).contiguous()
+            size, *rest = part.shape
+            part = part.view(ranks, size // ranks, *rest).sum(0, dtype=part.dtype)
+        return _unpadded(part, layout, rank, ranks).contiguous() if units else part
 
     return finish
 
@@ -101,14 +116,15 @@ def all_to_all(
     src_units: int = 0,
     dst_units: int = 0,
 ) -> Tensor:
-    source, rank, ranks = _place(x, src_dim, src_blocks, src_units, group, local=True)
+    found = process_group(group)
+    source, rank, ranks = _place_in(x, src_dim, src_blocks, src_units, found, local=True)
     target, _, size = _layout(dst_dim, tuple(dst_blocks), dst_units, rank, ranks)
     whole = sum(src_blocks) if src_dim == dst_dim else x.size(dst_dim)
     _check(target, whole, size, ranks)
     if src_dim == dst_dim:
-        return _relayout(x, source, target, rank, ranks, group)
+        return _relayout(x, source, target, group, found)
     sent = _by_rank(_padded(x, source, ranks), target, ranks)
-    by_rank = collectives.all_to_all(sent, ranks, group)().unflatten(0, (ranks, -1))
+    by_rank = collectives.all_to_all(sent, group, found)().unflatten(0, (ranks, -1))
     if dst_units:
         by_rank = by_rank.narrow(dst_dim + 1, 0, local_size(target, rank, ranks))
     return _whole(by_rank, source, ranks)
@@ -158,10 +174,8 @@ STARTS: dict[str, Callable[..., Finish]] = {
 
 def starter(name: str, args: Sequence[Any]) -> Callable[[Tensor], Finish]:
     """Begins the conversion ``name``; those of :data:`STARTS` run until the result is asked for."""
-    if name in STARTS:
-        begin = STARTS[name]
-        return lambda x: begin(x, *args)
-    return lambda x: partial(KERNELS[name], x, *args)
+    begin = STARTS.get(name) or partial(partial, KERNELS[name])
+    return lambda x: begin(x, *args)
 
 
 def _at_once(begin: Callable[..., Finish]) -> Callable[..., Tensor]:
@@ -188,9 +202,22 @@ def _place(
     Raises:
         InternalError: ``x`` is not laid out so.
     """
-    rank, ranks = rank_and_size(group)
+    return _place_in(x, dim, blocks, units, process_group(group), local=local)
+
+
+def _place_in(
+    x: Tensor,
+    dim: int,
+    blocks: Sequence[int],
+    units: int,
+    group: ProcessGroup,
+    *,
+    local: bool = False,
+) -> tuple[Shard, int, int]:
+    rank, ranks = group.rank(), group.size()
     layout, part, whole = _layout(dim, tuple(blocks), units, rank, ranks)
-    _check(layout, x.size(dim), part if local else whole, ranks)
+    if x.size(dim) != (part if local else whole):
+        _check(layout, x.size(dim), part if local else whole, ranks)
     return layout, rank, ranks
 
 
@@ -277,15 +304,16 @@ def _overlaps(
     return found
 
 
-def _relayout(x: Tensor, source: Shard, target: Shard, rank: int, ranks: int, group: str) -> Tensor:
+def _relayout(x: Tensor, source: Shard, target: Shard, group: str, found: ProcessGroup) -> Tensor:
     """All-to-all between two layouts of the same dimension."""
+    rank, ranks = found.rank(), found.size()
     dim, everyone = source.dim, range(ranks)
     sent = [_overlaps(source, rank, target, other, ranks) for other in everyone]
     received = [_overlaps(target, rank, source, other, ranks) for other in everyone]
     pieces = [x.narrow(dim, offset, size) for piece in sent for offset, size in piece]
     counts_in, counts_out = ([sum(n for _, n in p) for p in side] for side in (sent, received))
     rows = torch.cat(pieces, dim).movedim(dim, 0).contiguous()
-    out = collectives.all_to_all(rows, ranks, group, (counts_out, counts_in))()
+    out = collectives.all_to_all(rows, group, found, (counts_out, counts_in))()
     places = [piece for pieces in received for piece in pieces]
     arrived = out.split([size for _, size in places], 0)
     order = sorted(range(len(places)), key=places.__getitem__)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpar.local import local, local_all
+from graphpar.local import applied, local, local_all
 from graphpar.ops import fused, seeded
 from graphpar.ops.dropout import dropout, dropout_mask, fake_dropout_mask
 from graphpar.ops.kernels import KERNELS
@@ -90,11 +90,11 @@ def _define(name: str, schema: str, kernel: Callable[..., Tensor]) -> Callable[.
             back, back_args = gradient(op, args)
             return (back(grads[0], *back_args), *(None for _ in args))
 
-    apply = Conversion.apply
+    apply = applied(Conversion)
 
     def with_autograd(x: Tensor, *args: Any) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
-            return apply(x, *args)  # type: ignore[no-any-return,no-untyped-call]
+            return apply(x, *args)  # type: ignore[no-any-return]
         return run(x, *args)
 
     _library.impl(name, with_autograd, "Autograd")

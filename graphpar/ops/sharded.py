@@ -191,9 +191,10 @@ def _shifted(place: Place, x: Tensor) -> Steps:
 def _picked(x: Tensor, found: Tensor, mine: Tensor, dim: int) -> Tensor:
     """The targets' elements that this rank holds, zeros for the others.
 
-    By index, since autograd would keep ``x`` for ``gather``.
+    By index, since autograd would keep ``x`` for ``gather``. Rows are taken as they are: autograd
+    adds to no gradient in place whose memory a view shares.
     """
-    rows = x.movedim(dim, -1).reshape(-1, x.size(dim))
+    rows = x if (x.dim(), dim) == (2, 1) else x.movedim(dim, -1).reshape(-1, x.size(dim))
     each = torch.arange(len(rows), device=x.device)
     return rows[each, found.flatten()].view(found.shape).masked_fill(~mine, 0)
 

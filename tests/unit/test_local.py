@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -89,6 +91,32 @@ def test_gradients_are_laid_out_as_parameters(mesh: DeviceMesh, read: Read) -> N
         same([held(grad)], [theirs.grad])
 
 
+def test_gradients_that_users_see_are_dtensors(mesh: DeviceMesh) -> None:
+    """Those of parameters are of its very class; those on their way do what it does."""
+    found, wanted = sharded(mesh, 2), plain(2)
+    found[0].register_hook(lambda grad: grad * 2)
+    wanted[0].register_hook(lambda grad: grad * 2)
+    for parameters, parts in ((found, local_all(*found)), (wanted, list(wanted))):
+        (parts[0] @ parts[1]).sum().backward()
+        parameters[1].register_hook(lambda grad: grad.mul_(3))
+    assert all(type(p.grad) is DTensor for p in found)
+    same([held(p.grad) for p in found], [p.grad for p in wanted if p.grad is not None])
+    results = []
+    for parameters, parts in ((found, local_all(*found)), (wanted, list(wanted))):
+        grads = torch.autograd.grad((parts[0] @ parts[1]).sum(), parameters)
+        results.append([grads[0] + parameters[1], copy.deepcopy(grads[1]), *grads])
+    same([held(x) for x in results[0]], results[1])
+    first, second, *given = results[0]
+    assert type(first) is type(second) is type(given[0].detach()) is DTensor
+    same([x.full_tensor() for x in given], results[1][2:])  # type: ignore[attr-defined]
+    torch.save(given[0], stored := io.BytesIO())
+    stored.seek(0)
+    again = torch.load(stored, weights_only=False)
+    assert type(again) is DTensor
+    same([held(again)], results[1][2:3])
+    assert nn.utils.get_total_norm(given).full_tensor() > 0  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("read", [ONE_BY_ONE, TOGETHER])
 def test_second_derivatives(mesh: DeviceMesh, read: Read) -> None:
     found, wanted = sharded(mesh, 2), plain(2)
@@ -130,5 +158,5 @@ class Products(nn.Module):
 
 def test_ops_with_nodes_of_their_own_read_parameters() -> None:
     text = format_python(rewrite(Products(), (torch.randn(2, 4, 8),), tp=2, sp=True), rank=0)
-    assert "[self.q.weight, self.k.weight]" in text
-    assert "local(self.o.weight)" in text
+    assert "[state_at(self, 'q', 'weight'), state_at(self, 'k', 'weight')]" in text
+    assert "local(state_at(self, 'o', 'weight'))" in text

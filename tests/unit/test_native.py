@@ -56,6 +56,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "select.int": [(X, 1, 0), (X, -1, 2)],
     "softmax.int": [(X, -1), (H, -1, torch.float32)],
+    "split_with_sizes.default": [(X, [1, 3], -1), (X, [1, 2], 1)],
     "squeeze.dim": [(X[:1], 0), (X, 1)],
     "stack.default": [([X, Y],), ([X, Y], -1)],
     "sub.Tensor": [(X, Y), (X, 2), (H, 2.5), (X, M[0, 0]), (X, Y, {"alpha": 2})],
@@ -91,8 +92,10 @@ def called(function: Any, args: tuple[Any, ...]) -> tuple[list[Any], list[Tensor
     leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
     with Ops() as ops:
         result = function(*given, **named)
-    grads = torch.autograd.grad(result.sum(), leaves, allow_unused=True) if leaves else ()
-    return ops.seen, [result, *(g for g in grads if g is not None)], type(result.grad_fn)
+    results = [result] if isinstance(result, Tensor) else list(result)
+    total = sum(x.sum() for x in results)
+    grads = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()  # type: ignore[arg-type]
+    return ops.seen, [*results, *(g for g in grads if g is not None)], type(results[0].grad_fn)
 
 
 @pytest.mark.parametrize("name", NATIVE)

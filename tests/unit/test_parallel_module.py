@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrize
 
 import graphpar
 from graphpar.errors import GraphparError, GraphparWarning, InputError, MeshError, TraceError
@@ -186,6 +187,50 @@ def test_hooks_on_blocks_run() -> None:
     parallel.get_submodule("layers.1").register_forward_hook(lambda *_: seen.append(1))
     parallel(x())
     assert seen == [1]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class HandsOn(nn.Module):
+    """A wrapper as torch's are, whose attributes are those of what it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+def test_parameters_are_read_at_each_call() -> None:
+    parallel: Any = graphpar.transform(net(), (x(),), tp=1)
+    value = x()
+    up, down = (copy.deepcopy(getattr(net(), name)) for name in ("up", "down"))
+
+    def check(factor: float) -> None:
+        wanted = down(F.gelu(F.linear(value, factor * up.weight, up.bias)))
+        torch.testing.assert_close(parallel(value), wanted, rtol=1e-12, atol=1e-12)
+
+    check(1)
+    parallel.up.weight = nn.Parameter(3 * up.weight.detach())
+    check(3)
+    parametrize.register_parametrization(parallel.up, "weight", Doubled())
+    check(6)
+    parallel(value).sum().backward()
+    assert parallel.up.parametrizations.weight.original.grad is not None
+    parallel.up = HandsOn(parallel.up)
+    check(6)
+    name = "up.inner.parametrizations.weight.original"
+    swapped = torch.func.functional_call(parallel, {name: up.weight.detach()}, (value,))
+    assert not torch.equal(swapped, parallel(value))
+    parametrize.remove_parametrizations(parallel.up.inner, "weight")
+    check(6)
 
 
 def test_a_submodule_may_have_any_name() -> None:
