@@ -153,7 +153,7 @@ def test_the_meta_device_knows_what_fake_tensors_do(op: Any, args: tuple[Any, ..
 
 def test_operands_on_two_devices_are_refused() -> None:
     there = replace(IDS, device=torch.device("meta"))
-    with pytest.raises(RuntimeError, match="found at least two devices"):
+    with pytest.raises(RuntimeError, match=r"(?i)device.* cpu.* meta"):
         shapes._fake_results(aten.add.Tensor, (IDS, there), (), ())
 
 
