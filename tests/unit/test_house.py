@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "collector", "local", "native"),
     ("provenance", "types", "axes"),
     ("program",),
-    ("snapshots", "passes.rules"),
+    ("joined", "snapshots", "passes.rules"),
     ("cost", "ops", "printer", "formats", "simulate", "unfuse", "verify", "trace", "interpret"),
     ("codegen",),
     ("passes",),
