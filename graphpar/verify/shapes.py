@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -53,18 +54,34 @@ def _compare_shapes(node: fx.Node, call: Any, ranks: int, rank: int = 0) -> None
     spec, kind = info(node).spec, info(node).type
     specs = spec if isinstance(spec, tuple) else (spec,)
     kinds = kind if isinstance(kind, tuple) else (kind,) * len(specs)
+    wanted = [s and local(s, declared) for s, declared in zip(specs, kinds, strict=True)]
     leaves = tuple(map(type, pytree.tree_leaves((args, kwargs))))
-    found = _fake_results(whole_op(node.target), _frozen(args), _frozen(kwargs), leaves)
-    for each, declared, result in zip(specs, kinds, found, strict=True):
-        wanted = None if each is None else local(each, declared)
-        if wanted is None or result is None:
-            if wanted is not result:
-                raise failure(node, f"{node.name} gives {result}, not {wanted}")
-        elif (result.shape, result.dtype) != (wanted.shape, wanted.dtype):
-            is_, is_not = (f"{s.dtype}{list(s.shape)}" for s in (result, wanted))
-            raise failure(node, f"{node.name} is {is_}, not {is_not}")
-        elif result.differentiable and not wanted.differentiable:
-            raise failure(node, f"{node.name} has a gradient, but is said to have none")
+    call = whole_op(node.target), _frozen(args), _frozen(kwargs), leaves
+    quick = _meta_results(*call)
+    if quick is not None and not _fault(quick, wanted):
+        return
+    fault = _fault(_fake_results(*call), wanted)
+    if fault:
+        raise failure(node, f"{node.name} {fault}")
+
+
+_Results = Sequence[TensorSpec | None]
+
+
+def _fault(found: _Results, wanted: _Results) -> str:
+    """What is wrong with results; nothing if they are as they are said to be."""
+    if len(found) != len(wanted):
+        return f"gives {len(found)} results, not {len(wanted)}"
+    for result, said in zip(found, wanted, strict=True):
+        if said is None or result is None:
+            if said is not result:
+                return f"gives {result}, not {said}"
+        elif (result.shape, result.dtype) != (said.shape, said.dtype):
+            is_, is_not = (f"{s.dtype}{list(s.shape)}" for s in (result, said))
+            return f"is {is_}, not {is_not}"
+        elif result.differentiable and not said.differentiable:
+            return "has a gradient, but is said to have none"
+    return ""
 
 
 def _frozen(value: Any) -> Any:
@@ -79,18 +96,26 @@ def _fake_results(
 ) -> tuple[TensorSpec | None, ...]:
     """What the op gives on tensors of the given specs; it depends on nothing else.
 
-    ``leaves`` are the types of the arguments: 1 and 1.0 are one key without them. Fake tensors
-    know the rules of devices. Where there is only one, the meta device knows all else, in a tenth
-    of the time: fake tensors run the same kernels.
+    ``leaves`` are the types of the arguments: 1 and 1.0 are one key without them.
     """
-    specs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, TensorSpec)]
-    if len({spec.device for spec in specs}) == 1 and not {torch.device, str} & set(leaves):
-        try:
-            return _results(target, args, kwargs, torch.device("meta"))
-        except Exception:  # an op without such a kernel; if it is another reason, it comes again
-            pass
     with FakeTensorMode():
         return _results(target, args, kwargs)
+
+
+@lru_cache(maxsize=1 << 14)
+def _meta_results(
+    target: Any, args: Any, kwargs: Any, leaves: tuple[type, ...]
+) -> tuple[TensorSpec | None, ...] | None:
+    """The same on the meta device, if there is a kernel, in a tenth of the time: fake tensors run
+    the same kernels, unless an op gives something else on another device, and know the rules of
+    devices, of which there may be one here."""
+    specs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, TensorSpec)]
+    if len({spec.device for spec in specs}) != 1 or {torch.device, str} & set(leaves):
+        return None
+    try:
+        return _results(target, args, kwargs, torch.device("meta"))
+    except Exception:  # an op without such a kernel; if it is another reason, it comes again
+        return None
 
 
 def _results(

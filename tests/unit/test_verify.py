@@ -155,6 +155,7 @@ def test_operands_on_two_devices_are_refused() -> None:
     there = replace(IDS, device=torch.device("meta"))
     with pytest.raises(RuntimeError, match=r"(?i)device.* cpu.* meta"):
         shapes._fake_results(aten.add.Tensor, (IDS, there), (), ())
+    assert shapes._meta_results(aten.add.Tensor, (IDS, there), (), ()) is None
 
 
 # --- what was wrong once ------------------------------------------------------------------------
