@@ -96,10 +96,13 @@ def worker(
         model.zero_grad()
 
     for number, (model, _) in enumerate(models):
-        live = LiveBytes([local(x) for x in (*model.parameters(), *model.buffers())])
-        before = live.now
-        step(number, live)
-        peaks.append(live.peak - before)
+        found = []
+        for _ in range(3):  # a thread of gloo's may hold a tensor for a moment longer
+            live = LiveBytes([local(x) for x in (*model.parameters(), *model.buffers())])
+            before = live.now
+            step(number, live)
+            found.append(live.peak - before)
+        peaks.append(min(found))
     for each in seconds:
         each.clear()
     order, shuffle = list(range(len(models))), random.Random(0).shuffle
