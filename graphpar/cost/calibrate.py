@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from graphpar.cost.hardware import Hardware, Link, WireProtocol
-from graphpar.ops.philox import keep_mask
+from graphpar.ops.host_mask import host_mask
 
 
 def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
@@ -31,7 +31,7 @@ def calibrate_cpu(*, seconds: float = 0.3) -> Hardware:
     numbers = torch.empty(2**19)
     of_generator = partial(numbers.bernoulli_, generator=torch.Generator())
     draws = numbers.numel() / _best_us(lambda: of_generator(0.9), share)
-    of_counter = partial(keep_mask, numbers.shape, 0.9, 1, (0, 0), numbers.device)
+    of_counter = partial(host_mask, numbers.shape, 0.9, 1, (0, 0))
     masks = numbers.numel() / _best_us(of_counter, share)
     one = torch.ones(1)
     launch_us = _best_us(partial(one.add_, 1), share)

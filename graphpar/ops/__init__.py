@@ -341,7 +341,8 @@ def seeded_dropout(
     group: str = "",
     units: int = 0,
 ) -> Tensor:
-    """Dropout with the mask that :func:`graphpar.ops.philox.keep_mask` gives, whatever the ranks.
+    """Dropout with the mask that :func:`graphpar.ops.philox.keep_mask` gives, or on the CPU
+    :func:`graphpar.ops.host_mask.host_mask`, whatever the ranks.
 
     ``x``, a part that ``dim`` and ``blocks`` lay out (without blocks the whole) → the same shape.
     ``number`` is that of the op in its graph. Autograd keeps the seed and makes the mask again.

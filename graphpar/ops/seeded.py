@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from graphpar.ops.host_mask import host_mask
 from graphpar.ops.kernels import rank_and_size
 from graphpar.ops.mask_launch import masked_part, runs_here
 from graphpar.ops.philox import keep_mask, philox, words_of
@@ -79,7 +80,11 @@ def dropout_part(
     stream = number, call
     if runs_here(x):
         return masked_part(x, value, stream, p, dim, blocks, rank, ranks, units)
-    mask = keep_mask(x.shape, 1 - p, value, stream, x.device, dim, blocks, rank, ranks, units)
+    layout = dim, blocks, rank, ranks, units
+    if x.device.type == "cpu":
+        mask = host_mask(x.shape, 1 - p, value, stream, *layout)
+    else:
+        mask = keep_mask(x.shape, 1 - p, value, stream, x.device, *layout)
     return apply_mask(x, mask, 1 / (1 - p))
 
 
