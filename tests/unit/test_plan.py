@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
@@ -234,47 +235,51 @@ def test_the_trace_has_the_form_of_chrome_trace_events(
     drawn: StepPlan, send_us: float | None
 ) -> None:
     """Trace Event Format (Google), JSON object form: the fields of each kind of event; on each
-    thread complete events in order, beside or within each other; the messages, which may overlap,
-    as asynchronous events."""
+    thread complete events in order, beside or within each other to the nanosecond (Perfetto drops
+    others); the messages, which may overlap, as asynchronous events."""
     if send_us is not None:  # longer than tasks
         drawn = replace(drawn, forward_send_us=(send_us,) * 3, backward_send_us=(send_us,) * 3)
     text = json.dumps(chrome_trace(drawn), allow_nan=False)
-    found = json.loads(text)
+    found = json.loads(text, parse_float=Decimal)
     assert found["displayTimeUnit"] in ("ms", "ns")
     fields = {
         "M": {"ph", "pid", "name", "args"},
         "X": {"ph", "pid", "tid", "name", "cat", "ts", "dur", "args"},
         "C": {"ph", "pid", "name", "ts", "args"},
-        "b": {"ph", "pid", "tid", "name", "cat", "id", "ts", "args"},
-        "e": {"ph", "pid", "tid", "name", "cat", "id", "ts", "args"},
+        "b": {"ph", "pid", "tid", "name", "cat", "id2", "ts", "args"},
+        "e": {"ph", "pid", "tid", "name", "cat", "id2", "ts", "args"},
     }
-    begun: dict[Any, float] = {}
+    begun: dict[Any, Decimal] = {}
     threads: dict[Any, list[dict[str, Any]]] = {}
     for event in found["traceEvents"]:
         assert event.keys() - {"tid"} == fields[event["ph"]] - {"tid"}
         assert isinstance(event["name"], str)
         numbers = [event[key] for key in ("pid", "tid") if key in event]
-        assert all(type(n) is int and n >= 0 for n in numbers)
-        assert min(event.get("ts", 0), event.get("dur", 0)) >= 0
+        assert all(type(n) is int and n > 0 for n in numbers)
+        for us in (event.get("ts", 0), event.get("dur", 0)):
+            assert us >= 0
+            assert us * 1000 % 1 == 0
         if event["ph"] == "C":
             assert all(type(n) is int and n >= 0 for n in event["args"].values())
         if event["ph"] == "b":
-            begun[event["pid"], event["cat"], event["id"]] = event["ts"]
+            begun[event["pid"], event["name"], event["id2"]["local"]] = event["ts"]
         elif event["ph"] == "e":
-            assert event["ts"] >= begun.pop((event["pid"], event["cat"], event["id"]))
+            key = event["pid"], event["name"], event["id2"]["local"]
+            assert event["ts"] >= begun.pop(key)
         elif event["ph"] != "M":
             threads.setdefault((event["pid"], event.get("tid", "memory")), []).append(event)
     named = {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["name"] == "thread_name"}
     assert not begun
-    assert {key for key in threads if key[1] != "memory"} == {n for n in named if n[1] == 0}
+    assert {key for key in threads if key[1] != "memory"} == named
+    assert len({tid for _, tid in named}) == len(named)
     for events in threads.values():
-        open_ends: list[float] = []
-        for before, after in pairwise([{"ts": 0.0}, *events]):
-            assert after["ts"] >= before["ts"] - 1e-6
-            while open_ends and open_ends[-1] <= after["ts"] + 1e-6:
+        open_ends: list[Decimal] = []
+        for before, after in pairwise([{"ts": 0}, *events]):
+            assert after["ts"] >= before["ts"]
+            while open_ends and open_ends[-1] <= after["ts"]:
                 open_ends.pop()
-            end = after["ts"] + after.get("dur", 0.0)
-            assert not open_ends or end <= open_ends[-1] + 1e-6
+            end = after["ts"] + after.get("dur", 0)
+            assert not open_ends or end <= open_ends[-1]
             open_ends.append(end)
 
 
@@ -282,15 +287,15 @@ def test_the_trace_is_the_timeline(drawn: StepPlan) -> None:
     trace_events = json.loads(json.dumps(chrome_trace(drawn)))["traceEvents"]
     assert {e["ph"] for e in trace_events} == {"M", "X", "C", "b", "e"}
     for device, row in enumerate(drawn.events):
-        mine = [e for e in trace_events if e["ph"] == "X" and e["pid"] == device]
-        work = [e for e in mine if e["tid"] == 0]
+        mine = [e for e in trace_events if e["pid"] == device + 1]
+        work = [e for e in mine if e["ph"] == "X"]
         tasks = [e for e in work if e["cat"] in ("forward", "backward")]
         assert len(tasks) == len(row) == 16
         assert [e["name"] for e in work[len(tasks) :]] == ["gradient all-reduce", "optimizer"]
         for before, after in pairwise(work):
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6
-        assert all(e["dur"] >= 0 for e in mine)
-        sends = [e for e in trace_events if e["ph"] == "b" and e["pid"] == device]
+        assert all(e["dur"] >= 0 for e in work)
+        sends = [e for e in mine if e["ph"] == "b"]
         assert len(sends) == 12  # all but the last forward and backward of each microbatch
         assert {e["cat"] for e in sends} == {"send"}
         assert any(e["args"].get("keeps all") for e in tasks) == bool(drawn.usages[device].whole)
