@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from graphpar import ops
 from graphpar.ops import host_mask as module
 from graphpar.ops.host_mask import host_mask
-from graphpar.types import Shard, cut, local_shape
+from graphpar.types import Shard, cut
+from tests.unit.test_mask_kernel import Layout, layouts
 
 # Random123, tests/kat_vectors: counter and key, then the words of philox4x64 with 10 rounds.
 KNOWN = (
@@ -69,32 +70,15 @@ def test_the_mask_is_the_documented_function(
     assert found.flatten().tolist() == [kept(i, 0.7, seed, stream) for i in range(65)]
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, tuple[int, ...], int, int]:
-    """Shape of the whole, dim, blocks, ranks, units."""
-    ranks = draw(st.integers(1, 5))
-    units = draw(st.sampled_from([0, ranks, ranks + 1, 2 * ranks + 1]))
-    sizes = st.sampled_from([1, 2, 3, 8, 16])
-    blocks = tuple((units or ranks) * draw(sizes) for _ in range(draw(st.integers(1, 3))))
-    before = draw(st.lists(st.sampled_from([1, 2, 3, 5, 11]), max_size=2))
-    after = draw(st.lists(st.sampled_from([1, 3, 4, 7, 8]), max_size=2))
-    return (*before, sum(blocks), *after), len(before), blocks, ranks, units
-
-
 @given(layouts(), st.sampled_from([16, 64, 1 << 15]))
 @settings(max_examples=150)
-def test_parts_are_those_of_the_whole(
-    layout: tuple[tuple[int, ...], int, tuple[int, ...], int, int], chunk: int
-) -> None:
-    shape, dim, blocks, ranks, units = layout
-    whole = host_mask(shape, 0.5, 11, (1, 2))
+def test_parts_are_those_of_the_whole(layout: Layout, chunk: int) -> None:
+    shape, dim, blocks, rank, ranks, units = layout
+    whole = host_mask((*shape[:dim], sum(blocks), *shape[dim + 1 :]), 0.5, 11, (1, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CHUNK", chunk)
-        for rank in range(ranks):
-            kind = Shard(dim, blocks, units)
-            local = local_shape(shape, kind, rank, ranks)
-            part = host_mask(local, 0.5, 11, (1, 2), dim, blocks, rank, ranks, units)
-            assert part.equal(cut(whole, kind, rank, ranks))
+        part = host_mask(shape, 0.5, 11, (1, 2), dim, blocks, rank, ranks, units)
+    assert part.equal(cut(whole, Shard(dim, blocks, units), rank, ranks))
 
 
 def test_no_dimensions_and_no_elements() -> None:
