@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -109,14 +110,19 @@ def _in_tuples(context: Any) -> Hashable:
     return context  # type: ignore[no-any-return]
 
 
+_PLAIN = bool, int, float, str, NoneType
+"""Those whose ``hash`` torch 2.11 cannot compile."""
+
+
 def _leaf_key(leaf: Any, sizes: bool) -> Hashable:
     if isinstance(leaf, Tensor):
         shape = tuple(map(int, leaf.shape)) if sizes else leaf.dim()
         return (shape, leaf.dtype, leaf.device, leaf.requires_grad)
-    try:
-        hash(leaf)
-    except TypeError:
-        return (type(leaf), id(leaf))
+    if not isinstance(leaf, _PLAIN):
+        try:
+            hash(leaf)
+        except TypeError:
+            return (type(leaf), id(leaf))
     return (type(leaf), leaf)
 
 
