@@ -152,7 +152,7 @@ class _Local(torch.autograd.Function):
         for place, grad in enumerate(grads):
             if grad is not None:
                 shared = any(grad is other for other in grads[:place])
-                if (shared or grad._use_count() > 1) and not torch.is_grad_enabled():  # type: ignore[attr-defined]
+                if (shared or grad._use_count() > _ALONE) and not torch.is_grad_enabled():  # type: ignore[attr-defined]
                     grad = grad.clone()
                 grad = _as_dtensor(grad, ctx.specs[place], ctx.strides[place])
             made.append(grad)
@@ -160,6 +160,30 @@ class _Local(torch.autograd.Function):
 
 
 _local_of = applied(_Local)
+
+
+def _uses_alone() -> int:
+    """The uses of a gradient in a node's backward if nothing else holds it: in torch 2.11 the
+    tensor of Python's counts too."""
+    found: list[int] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            found.append(grads[0]._use_count())  # type: ignore[attr-defined]
+            return grads[0]
+
+    with torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        (applied(Probe)(x) * 2).backward()
+    return found[0]
+
+
+_ALONE = _uses_alone()
 
 
 def _as_dtensor(grad: Tensor, spec: Any, strides: tuple[int, ...]) -> Tensor:

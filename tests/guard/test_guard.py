@@ -21,7 +21,7 @@ from tests.guard.counting import counts_of
 pytestmark = [pytest.mark.guard, pytest.mark.filterwarnings("ignore::graphpar.GraphparWarning")]
 FILE = Path(__file__).parent / "counts.toml"
 VERSIONS = ("2.11", "2.13")
-"""Of torch: the counts are the same on these."""
+"""Of torch: the counts are the same on these, but for calls of Python, which are the last one's."""
 MOST_MOVED = 0.05
 """Of the calls of Python, before they count as others."""
 Section = dict[str, dict[str, int]]
@@ -96,6 +96,9 @@ def test_counts(
         known[name] = found
         FILE.write_text(written({n: known[n] for n in order if n in known}))
         return
-    if changed := differences(known.get(name, {}), found):
+    changed = differences(known.get(name, {}), found)
+    if version != VERSIONS[-1]:
+        changed = [change for change in changed if "python_calls" not in change]
+    if changed:
         hint = "if that is wanted: pytest tests/guard --update-guard"
         pytest.fail("\n".join([name, *changed, hint]), pytrace=False)
