@@ -33,7 +33,8 @@ def host_mask(
     ranks: int = 1,
     units: int = 0,
 ) -> Tensor:
-    """:func:`graphpar.ops.philox.keep_mask` for a tensor on the CPU, with the same arguments.
+    """A mask (bool, of ``shape``) on the CPU; its arguments are those of
+    :func:`graphpar.ops.philox.keep_mask`, but for the device.
 
     Element i of the whole tensor is kept if 16-bit part i mod 16 of the counter (i div 16, 0,
     stream[0], stream[1]) is below ``keep`` * 2**16. The key is (seed, 0); the lowest part of a word

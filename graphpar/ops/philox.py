@@ -20,7 +20,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _PER_CALL = 8  # elements per counter: 16 bits each
-_CHUNK = 1 << 15  # counters at a time: the working set stays in the cache
+_CHUNK = 1 << 20  # counters at a time: what a mask needs beside itself stays small
 
 Word = Any
 """An int, or an int64 tensor, of values below 2**32."""
@@ -52,19 +52,9 @@ def _mixed(product: Word, word: Word, key: int) -> Word:
 
 
 def _below(words: tuple[Word, Word, Word, Word], limit: int) -> Tensor:
-    """[n, 8]: whether half-words are below ``limit``, from 0 to 2**16; arithmetic on 16 bits, since
-    comparisons are slow on the CPU."""
-    first: Tensor = words[0]
-    if not 0 < limit < 2**16:
-        return first.new_full((len(first), _PER_CALL), limit > 0, dtype=torch.bool)
-    packed = first.new_empty(len(first), 4, dtype=torch.int32)
-    for column, word in enumerate(words):
-        packed[:, column] = word
-    halves = packed.view(torch.int16)
-    halves ^= -(2**15)  # the order of numbers without a sign
-    top = limit - 2**15
-    halves.clamp_(top - 1, top).neg_().add_(top)
-    return halves.to(torch.uint8).view(torch.bool)
+    """[n, 8]: whether half-words are below ``limit``, from 0 to 2**16."""
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, 1) < limit
 
 
 def words_of(seed: int) -> tuple[int, int]:
@@ -122,9 +112,8 @@ def _kept(
     offsets = [(start + i * stride) % _PER_CALL for i in range(min(period, runs))]
     width = (max(offsets) + length + _PER_CALL - 1) // _PER_CALL
     kept = torch.empty(runs * width, _PER_CALL, dtype=torch.bool, device=device)
-    chunk = _CHUNK if device.type == "cpu" else 512 * _CHUNK
-    for low in range(0, runs * width, chunk):
-        high = min(low + chunk, runs * width)
+    for low in range(0, runs * width, _CHUNK):
+        high = min(low + _CHUNK, runs * width)
         place = torch.arange(low, high, device=device)
         if runs > 1:
             run = place // width
